@@ -1,0 +1,20 @@
+"""Ordinary model code: it knows nothing of ranks."""
+
+from minipar.nn.gpt import GPT, Block, GPTConfig, Head
+from minipar.nn.layers import MLP, CausalSelfAttention, Dropout, Embedding, LayerNorm, Linear
+from minipar.nn.module import Module, Parameter
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "Block",
+    "CausalSelfAttention",
+    "Dropout",
+    "Embedding",
+    "GPTConfig",
+    "Head",
+    "LayerNorm",
+    "Linear",
+    "Module",
+    "Parameter",
+]

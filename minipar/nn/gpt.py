@@ -1,0 +1,108 @@
+"""A GPT-2 style language model. It knows nothing of ranks: `minipar.parallel` rewrites it."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from minipar import rng
+from minipar.arrays import array_module
+from minipar.autograd import functional as F
+from minipar.errors import ShapeError
+from minipar.nn.layers import MLP, CausalSelfAttention, Dropout, Embedding, LayerNorm
+from minipar.nn.module import Module
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT. `context` is the longest sequence, in tokens; `seed` determines the initial weights."""
+
+    vocab_size: int = 256
+    context: int = 128
+    width: int = 256
+    layers: int = 4
+    heads: int = 8
+    dropout: float = 0.0
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.width % self.heads:
+            allowed = [h for h in range(1, self.width + 1) if not self.width % h]
+            raise ShapeError(f"width {self.width} does not divide into {self.heads} heads; allowed are {allowed}.")
+        if not 0 <= self.dropout < 1:
+            raise ShapeError(f"dropout is a probability from 0 to below 1, not {self.dropout}.")
+
+
+class Block(Module):
+    """One transformer layer, pre-normalised: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config):
+        width, dtype = config.width, config.dtype
+        self.ln1 = LayerNorm(width, dtype)
+        self.attn = CausalSelfAttention(width, config.heads, config.dropout, dtype)
+        self.drop1 = Dropout(config.dropout)
+        self.ln2 = LayerNorm(width, dtype)
+        self.mlp = MLP(width, 4 * width, dtype)
+        self.drop2 = Dropout(config.dropout)
+
+    def forward(self, x):  # x (batch, time, width)
+        x = x + self.drop1(self.attn(self.ln1(x)))
+        return x + self.drop2(self.mlp(self.ln2(x)))
+
+
+class Head(Module):
+    """Scores of every vocabulary entry: x @ weight^T with the token embedding's own weight (vocabulary, width)."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def forward(self, x):
+        return F.linear(x, self.weight.T)
+
+    def loss(self, x, targets):
+        return F.cross_entropy(self(x), targets)
+
+
+class GPT(Module):
+    """The model of Radford et al. 2019. Initial weights depend on config.seed and each parameter's name alone."""
+
+    def __init__(self, config):
+        self.config = config
+        self.wte = Embedding(config.vocab_size, config.width, config.dtype)
+        self.wpe = Embedding(config.context, config.width, config.dtype)
+        self.drop = Dropout(config.dropout)
+        self.blocks = [Block(config) for _ in range(config.layers)]
+        self.ln_f = LayerNorm(config.width, config.dtype)
+        self.head = Head(self.wte.weight)
+        self.assign_names()
+        self._initialise()
+
+    def _initialise(self):
+        """Normal with deviation 0.02; 0.02 / sqrt(2 layers) where a branch is added to the residual stream."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                scale = 0.02 / math.sqrt(2 * self.config.layers) if name.endswith("proj.weight") else 0.02
+                values = rng.normal(parameter.shape, np.float64, self.config.seed, "init", name) * scale
+                parameter.data = values.astype(self.config.dtype)
+
+    def hidden(self, tokens):
+        """(batch, time) integer tokens -> (batch, time, width) activations before the head."""
+        batch, time = tokens.shape
+        if time > self.config.context:
+            raise ShapeError(f"a sequence of {time} tokens is longer than the model's context of {self.config.context}.")
+        xp = array_module(self.wpe.weight.data)
+        x = self.drop(self.wte(xp.asarray(tokens)) + self.wpe(xp.arange(time)))
+        for block in self.blocks:
+            x = block(x)
+        return self.ln_f(x)
+
+    def forward(self, tokens):
+        """(batch, time) integer tokens -> (batch, time, vocab_size) logits of the token that follows each."""
+        return self.head(self.hidden(tokens))
+
+    def loss(self, tokens, targets):
+        """Mean cross-entropy, in nats a token, of targets (batch, time); a target of -100 does not count."""
+        return self.head.loss(self.hidden(tokens), targets)
+
+
