@@ -18,6 +18,7 @@ class RankContext:
     recorder: Any = None  # trace.Recorder; None records nothing
     seed: int = 0
     step: int = 0  # the training step: random draws are keyed by it
+    samples: tuple | None = None  # (first, total): which samples of the global batch this rank computes; None: all
     grad_enabled: bool = True
 
 

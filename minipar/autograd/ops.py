@@ -1,5 +1,6 @@
 """The elementary operations, one Function each, and the operators of Tensor that they stand behind."""
 
+import itertools
 import math
 import numbers
 
@@ -320,7 +321,7 @@ class Concatenate(Function):
     def backward(ctx, grad):
         starts = np.cumsum([0, *ctx.sizes])
         lead = (slice(None),) * (ctx.axis % grad.ndim)
-        return tuple(grad[(*lead, slice(int(a), int(b)))] for a, b in zip(starts[:-1], starts[1:], strict=True))
+        return tuple(grad[(*lead, slice(int(a), int(b)))] for a, b in itertools.pairwise(starts))
 
 
 class Where(Function):
@@ -396,31 +397,33 @@ def _reshape(x, *shape):
     return Reshape.apply(x, shape=shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape)
 
 
-def _install():
-    """Give Tensor its operators and methods."""
-    for name, function in {"add": Add, "sub": Sub, "mul": Mul, "truediv": Div, "matmul": MatMul}.items():
-        setattr(Tensor, f"__{name}__", lambda a, b, f=function: f.apply(*pair(a, b)))
-        setattr(Tensor, f"__r{name}__", lambda a, b, f=function: f.apply(*pair(b, a)))
-    for name in ("gt", "ge", "lt", "le"):  # comparisons give plain boolean arrays
-        setattr(
-            Tensor,
-            f"__{name}__",
-            lambda a, b, n=f"__{name}__": getattr(a.data, n)(b.data if isinstance(b, Tensor) else b),
-        )
-    for name, function in {"exp": Exp, "log": Log, "sqrt": Sqrt, "tanh": Tanh, "relu": Relu, "__neg__": Neg}.items():
-        setattr(Tensor, name, lambda x, f=function: f.apply(x))
-    for name, function in {"sum": Sum, "max": Max}.items():
-        setattr(
-            Tensor,
-            name,
-            lambda x, axis=None, keepdims=False, f=function: f.apply(x, axis=axis, keepdims=keepdims),
-        )
-    Tensor.__pow__ = lambda x, exponent: Pow.apply(x, exponent=exponent)
-    Tensor.__getitem__ = lambda x, index: GetItem.apply(x, index=index)
-    Tensor.mean, Tensor.var = mean, var
-    Tensor.std = lambda x, axis=None, keepdims=False: var(x, axis, keepdims).sqrt()
-    Tensor.astype, Tensor.reshape, Tensor.transpose = cast, _reshape, _transpose
-    Tensor.argmax = lambda x, axis=None: x.data.argmax(axis)
+def _binary(function):
+    """The operator and its reflection, for `tensor + x` and `x + tensor`."""
+    return lambda a, b: function.apply(*pair(a, b)), lambda a, b: function.apply(*pair(b, a))
 
 
-_install()
+def _compare(name):
+    """Comparisons give plain boolean arrays: nothing flows back through them."""
+    return lambda a, b: getattr(a.data, name)(b.data if isinstance(b, Tensor) else b)
+
+
+Tensor.__add__, Tensor.__radd__ = _binary(Add)
+Tensor.__sub__, Tensor.__rsub__ = _binary(Sub)
+Tensor.__mul__, Tensor.__rmul__ = _binary(Mul)
+Tensor.__truediv__, Tensor.__rtruediv__ = _binary(Div)
+Tensor.__matmul__, Tensor.__rmatmul__ = _binary(MatMul)
+Tensor.__gt__, Tensor.__ge__ = _compare("__gt__"), _compare("__ge__")
+Tensor.__lt__, Tensor.__le__ = _compare("__lt__"), _compare("__le__")
+Tensor.__neg__ = lambda x: Neg.apply(x)
+Tensor.__pow__ = lambda x, exponent: Pow.apply(x, exponent=exponent)
+Tensor.__getitem__ = lambda x, index: GetItem.apply(x, index=index)
+Tensor.exp = lambda x: Exp.apply(x)
+Tensor.log = lambda x: Log.apply(x)
+Tensor.sqrt = lambda x: Sqrt.apply(x)
+Tensor.tanh = lambda x: Tanh.apply(x)
+Tensor.relu = lambda x: Relu.apply(x)
+Tensor.sum = lambda x, axis=None, keepdims=False: Sum.apply(x, axis=axis, keepdims=keepdims)
+Tensor.max = lambda x, axis=None, keepdims=False: Max.apply(x, axis=axis, keepdims=keepdims)
+Tensor.std = lambda x, axis=None, keepdims=False: var(x, axis, keepdims).sqrt()
+Tensor.argmax = lambda x, axis=None: x.data.argmax(axis)
+Tensor.mean, Tensor.var, Tensor.astype, Tensor.reshape, Tensor.transpose = mean, var, cast, _reshape, _transpose

@@ -185,7 +185,9 @@ class Tensor:
         xp = array_module(self.data)
         if grad is None:
             if self.size != 1:
-                raise ShapeError(f"backward without a gradient needs a tensor of one element, this one is {self.shape}.")
+                raise ShapeError(
+                    f"backward without a gradient needs a tensor of one element, this one is {self.shape}."
+                )
             grad = xp.ones_like(self.data)
         elif grad.shape != self.shape:
             raise ShapeError(f"the gradient of a tensor of shape {self.shape} cannot have the shape {grad.shape}.")

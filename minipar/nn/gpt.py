@@ -88,9 +88,11 @@ class GPT(Module):
 
     def hidden(self, tokens):
         """(batch, time) integer tokens -> (batch, time, width) activations before the head."""
-        batch, time = tokens.shape
+        time = tokens.shape[1]
         if time > self.config.context:
-            raise ShapeError(f"a sequence of {time} tokens is longer than the model's context of {self.config.context}.")
+            raise ShapeError(
+                f"a sequence of {time} tokens is longer than the model's context of {self.config.context}."
+            )
         xp = array_module(self.wpe.weight.data)
         x = self.drop(self.wte(xp.asarray(tokens)) + self.wpe(xp.arange(time)))
         for block in self.blocks:
@@ -104,5 +106,3 @@ class GPT(Module):
     def loss(self, tokens, targets):
         """Mean cross-entropy, in nats a token, of targets (batch, time); a target of -100 does not count."""
         return self.head.loss(self.hidden(tokens), targets)
-
-

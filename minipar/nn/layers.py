@@ -44,8 +44,8 @@ class LayerNorm(Module):
 class Dropout(Module):
     """Drops elements with probability p while training. The mask depends on the seed, this layer's name and the step.
 
-    `shard` maps an axis to (start, full size) where this rank holds a piece of that axis; the masks of all pieces
-    are then pieces of the mask of the whole.
+    `shard` maps an axis to (start, full size) where this rank holds a piece of that axis, and the context's `samples`
+    does so for axis 0, the batch; the masks of all pieces are then pieces of the mask of the whole.
     """
 
     def __init__(self, p):
@@ -57,8 +57,11 @@ class Dropout(Module):
         return context.seed, "dropout", self.name, context.step
 
     def block(self, shape):
-        full = tuple(self.shard[axis][1] if axis in self.shard else n for axis, n in enumerate(shape))
-        return full, tuple(self.shard[axis][0] if axis in self.shard else 0 for axis in range(len(shape)))
+        """(full shape, start of each axis) of the whole that an activation of `shape` is a piece of."""
+        samples = current().samples
+        shard = self.shard if samples is None else {**self.shard, 0: samples}
+        pieces = [shard.get(axis, (0, n)) for axis, n in enumerate(shape)]
+        return tuple(full for _, full in pieces), tuple(start for start, _ in pieces)
 
     def forward(self, x):
         if not (self.training and self.p):

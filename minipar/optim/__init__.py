@@ -1,4 +1,4 @@
-"""Optimizers. They update parameters in place, block by block in the cache, and never allocate in proportion to them."""
+"""Optimizers: they update parameters in place, block by block in the cache."""
 
 import math
 

@@ -1,0 +1,88 @@
+"""Is a parallel model the same model? Compare it with the whole one, number by number."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from minipar.collectives import all_gather
+
+from minipar.arrays import to_host
+from minipar.optim import SGD
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """How far a parallel model is from the whole one. Errors are max |a - b| / max |b|, the largest over parameters."""
+
+    loss_relative_error: float
+    gradient_relative_error: float
+    parameter_relative_error: float  # after `steps` optimizer steps
+    worst_parameter: str  # the one with the largest gradient error
+    replicated_equal: bool  # parameters that every rank holds whole are bitwise equal between ranks
+    steps: int
+
+
+def relative_error(actual, expected):
+    """max |actual - expected| / max |expected|, in float64; 0 where both are zero or empty."""
+    actual, expected = to_host(actual).astype(np.float64), to_host(expected).astype(np.float64)
+    scale = np.abs(expected).max(initial=0.0)
+    difference = np.abs(actual - expected).max(initial=0.0)
+    return float(difference / scale) if scale else float(difference)
+
+
+def whole(parameter, array):
+    """`array` (the data or gradient of `parameter`) put together from the pieces that the ranks hold."""
+    shard = parameter.shard
+    if shard is None:
+        return array
+    return all_gather(array, shard.comm, axis=shard.axis, operation="all_gather for verification")
+
+
+def replicas_equal(model, world):
+    """Whether every parameter that is not split is bitwise the same on all ranks of `world`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        if parameter.shard is None:
+            digest.update(name.encode() + to_host(parameter.data).tobytes())
+    digests = all_gather(np.frombuffer(digest.digest(), np.uint8).reshape(1, 16), world, sizes=[1] * world.size)
+    return bool((digests == digests[0]).all())
+
+
+def equivalent(model, parallel_model, batch, world, steps=3, optimizer=None):
+    """Train both models on `batch` for `steps` steps and compare loss, gradients and parameters.
+
+    Every rank of `world` calls it with the same whole `model` (one rank's work, done by each) and its part of the
+    parallel one, initialised alike. batch: (tokens, targets), integers (batch, time). optimizer: makes one from a
+    list of parameters; SGD with momentum by default, since it is linear in the gradient. (Adam divides a gradient by
+    its own size, so where the true gradient is 0, as for a key's bias, it turns rounding noise into full steps.)
+    Returns an Equivalence, the same on every rank.
+    """
+    make = optimizer or (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9))
+    optimizers = [make(m.parameters()) for m in (model, parallel_model)]
+    loss_error = gradient_error = 0.0
+    worst = ""
+    for _ in range(steps):
+        losses = []
+        for m in (model, parallel_model):
+            m.zero_grad()
+            loss = m.loss(*batch)
+            loss.backward()
+            losses.append(loss.data)
+        loss_error = max(loss_error, relative_error(losses[1], losses[0]))
+        for name, ours, theirs in _pairs(parallel_model, model):
+            error = relative_error(whole(ours, ours.grad), theirs.grad)
+            if error >= gradient_error:
+                gradient_error, worst = error, name
+        for each in optimizers:
+            each.step()
+    parameter_error = max(relative_error(whole(a, a.data), b.data) for _, a, b in _pairs(parallel_model, model))
+    # Ranks may differ in what they saw (a loss of their own, say): the worst of any of them is the answer of all.
+    seen = np.array([[loss_error, gradient_error, parameter_error]])
+    errors = all_gather(seen, world, sizes=[1] * world.size).max(axis=0)
+    return Equivalence(*map(float, errors), worst, replicas_equal(parallel_model, world), steps)
+
+
+def _pairs(parallel_model, model):
+    expected = dict(model.named_parameters())
+    for name, parameter in parallel_model.named_parameters():
+        yield name, parameter, expected[name]
