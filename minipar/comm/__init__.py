@@ -1,0 +1,6 @@
+"""Ranks and messages: threads of one process, or MPI processes."""
+
+from minipar.comm.communicator import Communicator, NullCommunicator, Request, Traffic
+from minipar.comm.thread import ThreadCommunicator
+
+__all__ = ["Communicator", "NullCommunicator", "Request", "ThreadCommunicator", "Traffic"]

@@ -1,0 +1,172 @@
+"""Communicator: who the ranks are, and two verbs, isend and irecv. Everything else is written on top of them."""
+
+import copy
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from minipar.arrays import array_module
+from minipar.context import current
+from minipar.errors import MessageMismatch, ShapeError
+
+clock = time.perf_counter  # one clock for all processes of a node
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent so far, payload only."""
+
+    messages: int = 0
+    bytes: int = 0
+
+
+class Request:
+    """A message under way. `ready`: when the peer had done its part, on the clock; None until that is known."""
+
+    __slots__ = ("array", "comm", "operation", "peer", "ready", "sends", "tag")
+
+    def __init__(self, comm, array, peer, operation, tag, sends):
+        self.comm, self.array, self.peer = comm, array, peer
+        self.operation, self.tag, self.sends = operation, tag, sends
+        self.ready = None
+
+    def done(self):
+        """Whether `wait` would return at once. Never blocks."""
+        raise NotImplementedError
+
+    def wait(self):
+        """Return when the message has arrived (a receive) or the array may be reused (a send).
+
+        Raises CommunicationTimeout after the communicator's time limit, MessageMismatch if the two sides disagree,
+        RankFailed if another rank has raised.
+        """
+        recorder = current().recorder
+        if recorder is None:
+            self._wait()
+            return
+        start = clock()
+        self._wait()
+        end = clock()
+        ready = min(max(self.ready or start, start), end)
+        if ready > start:
+            recorder.span("wait", self.operation, start, ready)
+        recorder.span("communication", self.operation, ready, end)
+
+    def describe(self):
+        """What this rank waits for, in words."""
+        verb, preposition = ("send", "to") if self.sends else ("recv", "from")
+        return (
+            f"rank {self.comm.ranks[self.comm.rank]} waits in {verb} ({self.operation}, {self.array.nbytes} bytes) "
+            f"{preposition} rank {self.comm.ranks[self.peer]}"
+        )
+
+
+class Communicator:
+    """A group of ranks that can exchange arrays.
+
+    rank: this rank's number in the group; size: how many there are; ranks: the members' numbers in the world;
+    timeout: seconds that any wait may take; sent: Traffic of this rank, shared by all groups of one world.
+    A transport gives isend and irecv; `array` must be contiguous, and stay as it is until the request is done.
+    """
+
+    def __init__(self, rank, ranks, timeout):
+        self.rank, self.ranks, self.timeout = rank, tuple(ranks), timeout
+        self.size = len(self.ranks)
+        self.sent = Traffic()
+        self.context, self.contexts = 0, [0]  # this group's number; the last one that this rank has seen, shared
+
+    def isend(self, array, dest, operation="send", tag=0):
+        """Start to send `array` to rank `dest`. `operation` names what it is for; the receiver must say the same."""
+        raise NotImplementedError
+
+    def irecv(self, array, source, operation="recv", tag=0):
+        """Start to receive into `array` from rank `source`."""
+        raise NotImplementedError
+
+    def send(self, array, dest, operation="send", tag=0):
+        self.isend(array, dest, operation, tag).wait()
+
+    def recv(self, array, source, operation="recv", tag=0):
+        self.irecv(array, source, operation, tag).wait()
+
+    def barrier(self, operation="barrier"):
+        """Return when every rank has called it: ceil(log2 size) rounds of empty messages, each twice as far."""
+        nothing, distance = np.empty(0, np.uint8), 1
+        while distance < self.size:
+            arrival = self.irecv(np.empty(0, np.uint8), (self.rank - distance) % self.size, operation)
+            self.send(nothing, (self.rank + distance) % self.size, operation)
+            arrival.wait()
+            distance *= 2
+
+    def split(self, color, key=0):
+        """The group of all ranks with the same `color`, ordered by (key, rank); None for a rank whose color is None.
+
+        Every rank of this communicator must call it; color and key are integers, color at least 0.
+        """
+        mine = np.array([-1 if color is None else color, key, self.contexts[0]], np.int64)
+        table = self._everyones(mine)
+        # A number that no member has used yet keeps the messages of this group apart from all others.
+        self.contexts[0] = int(table[:, 2].max(initial=0)) + 1
+        if color is None:
+            return None
+        members = sorted((int(table[r, 1]), r) for r in range(self.size) if table[r, 0] == color)
+        group = copy.copy(self)
+        group.ranks = tuple(self.ranks[r] for _, r in members)
+        group.size, group.rank = len(members), [r for _, r in members].index(self.rank)
+        group.context = self.contexts[0]
+        return group
+
+    def _everyones(self, row):
+        """The rows of all ranks, by way of rank 0."""
+        table = np.empty((self.size, len(row)), row.dtype)
+        table[self.rank] = row
+        if self.rank == 0:
+            for r in range(1, self.size):
+                self.recv(table[r], r, "split")
+            for r in range(1, self.size):
+                self.send(table, r, "split")
+        else:
+            self.send(row, 0, "split")
+            self.recv(table, 0, "split")
+        return table
+
+    def _check(self, array, peer, receives=False):
+        if not 0 <= peer < self.size:
+            raise ShapeError(f"rank {peer} is not in this group of {self.size} ranks: 0 to {self.size - 1}.")
+        if not array.flags.c_contiguous:
+            raise ShapeError(f"messages need contiguous arrays: send ascontiguousarray(x) of this {array.shape} array.")
+
+
+class NullCommunicator(Communicator):
+    """Moves nothing and waits for nobody: a training step on it costs its computation alone. Its numbers are wrong."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, range(size), timeout=0)
+
+    def isend(self, array, dest, operation="send", tag=0):
+        return _Done(self, array, dest, operation, tag, True)
+
+    def irecv(self, array, source, operation="recv", tag=0):
+        array[...] = array_module(array).zeros((), array.dtype)
+        return _Done(self, array, source, operation, tag, False)
+
+
+class _Done(Request):
+    __slots__ = ()
+
+    def done(self):
+        return True
+
+    def _wait(self):
+        pass
+
+
+def mismatch(comm, source, theirs, ours):
+    """The error for a message whose two sides disagree; each side is (operation, dtype, bytes)."""
+    return MessageMismatch(
+        "rank {} sent {!r} ({}, {} bytes) but rank {} expected {!r} ({}, {} bytes): "
+        "every rank must call the same operations in the same order with the same sizes.".format(
+            source, *theirs, comm.ranks[comm.rank], *ours
+        )
+    )

@@ -1,0 +1,1 @@
+"""What a learner runs: `python -m minipar.lessons.NAME`, alone or under mpirun."""
