@@ -149,7 +149,6 @@ def _run_mpi(fn, ranks, args, timeout, launched):
     from minipar.comm.mpi import MPICommunicator
 
     world = MPICommunicator(MPI.COMM_WORLD, timeout)
-    _abort_on_uncaught(world)
     keep_memory()
     threadpool_limits(blas_limit(MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_size()), "blas")
     try:
@@ -158,17 +157,20 @@ def _run_mpi(fn, ranks, args, timeout, launched):
         with activate(RankContext(world=world)):
             return fn(world, *args)
     except BaseException as error:
-        _abort(world, error)
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            raise
+        _abort(error)
 
 
-def _abort(world, error):
+def _abort(error):
     """Say once what went wrong, then end every rank."""
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        raise error
-    if world.rank:
+    from mpi4py import MPI
+
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    if rank:
         # An error that all ranks make alike is told by rank 0, which ends this process meanwhile.
         time.sleep(0.5)
-    where = f"minipar: rank {world.rank} of {world.size}"
+    where = f"minipar: rank {rank} of {size}"
     if isinstance(error, SystemExit):
         text = error.code if isinstance(error.code, str) else f"{where} called sys.exit({error.code})"
     elif isinstance(error, KeyboardInterrupt):
@@ -178,13 +180,17 @@ def _abort(world, error):
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    world.mpi.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
+    MPI.COMM_WORLD.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
 
 
-def _abort_on_uncaught(world):
-    """Exceptions outside `run`, and in other threads, end every rank too: else the others would wait for this one."""
-    sys.excepthook = lambda kind, error, trace: _abort(world, error)
-    threading.excepthook = lambda thread: _abort(world, thread.exc_value)
+def abort_on_uncaught():
+    """Under a launcher, let exceptions outside `run`, and in other threads, end every rank too.
+
+    `import minipar` calls it: an error while a program is still importing would leave the other ranks waiting.
+    """
+    if (launched_ranks() or 1) > 1:
+        sys.excepthook = lambda kind, error, trace: _abort(error)
+        threading.excepthook = lambda thread: _abort(thread.exc_value)
 
 
 def mpirun(arguments, ranks, timeout=120.0, **options):
