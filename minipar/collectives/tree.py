@@ -1,6 +1,6 @@
 """Broadcast along a binomial tree: in every round each rank that has the array passes it on, so their number doubles.
 
-    8 ranks, root 0:   round 1: 0 → 4     round 2: 0 → 2, 4 → 6     round 3: 0 → 1, 2 → 3, 4 → 5, 6 → 7
+8 ranks, root 0:   round 1: 0 → 4     round 2: 0 → 2, 4 → 6     round 3: 0 → 1, 2 → 3, 4 → 5, 6 → 7
 """
 
 

@@ -125,7 +125,9 @@ def mpirun_path():
 
 def mpi_world(launched):
     """mpi4py's COMM_WORLD; LaunchError, which says what to do, if it does not fit the launcher."""
-    remedy = 'install one MPI with its mpirun, as in pip install "minipar[mpich]", and start with the mpirun beside python'
+    remedy = (
+        'install one MPI with its mpirun, as in pip install "minipar[mpich]", and start with the mpirun beside python'
+    )
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, an MPI library is not

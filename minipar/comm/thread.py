@@ -93,6 +93,8 @@ class ThreadRequest(Request):
 class ThreadCommunicator(Communicator):
     """A rank of `world`. Messages are matched by group, ranks and tag, in order."""
 
+    transport = "threads"
+
     def __init__(self, world, rank, timeout=60.0):
         super().__init__(rank, range(world.size), timeout)
         self.world = world

@@ -8,12 +8,15 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import minipar
-from minipar.errors import MiniparError
+from minipar.comm.launch import available_cores, blas_threads
+from minipar.errors import DeviceError, LaunchError, ShapeError
+from minipar.trace import perfetto, terminal
 
 MEASURED, COUNTED, PREDICTED = "[cyan]measured[/]", "[green]counted[/]", "[magenta]predicted[/]"
 
@@ -35,24 +38,56 @@ def parser(doc, sizes, steps):
     return p
 
 
-def start(lesson, args):
-    """Run `lesson(world, args)` on every rank; errors of minipar end it in one sentence instead of a traceback."""
+def main(lesson, options):
+    """Parse the command line and run `lesson(world, args)` on every rank; what a user got wrong ends in a sentence."""
+    args = options.parse_args()
+    if args.steps < 0:
+        options.error(f"--steps must be 0 or more, not {args.steps}")
+
+    def rank_main(world):
+        try:
+            lesson(world, args)
+        except (ShapeError, DeviceError) as error:
+            raise SystemExit(f"minipar: {error}") from error
+
     try:
-        minipar.run(lesson, args.ranks, args)
-    except MiniparError as error:
-        sys.exit(f"{Path(sys.argv[0]).stem}: {error}")
+        minipar.run(rank_main, args.ranks)
+    except LaunchError as error:
+        raise SystemExit(f"minipar: {error}") from error
 
 
 class Report:
-    """Prints from rank 0, keeps the figures for --json."""
+    """Prints from rank 0 alone, keeps the figures for --json, draws the pictures."""
 
-    def __init__(self, world, args):
-        self.speaks, self.args, self.figures = world.rank == 0, args, {}
+    def __init__(self, world, args, lesson):
+        self.speaks, self.args, self.cores = world.rank == 0, args, available_cores()
+        self.figures = {
+            "lesson": lesson,
+            "ranks": world.size,
+            "transport": world.transport,
+            "device": args.device,
+            "cores": self.cores,
+            "blas_threads_per_rank": blas_threads(),
+            "dtype": args.dtype,
+            "size": args.size,
+            "figures": [],
+        }
         # Under mpirun no rank's output is a terminal, so a moving bar must be asked for.
-        live = sys.stdout.isatty() if args.live is None else args.live
+        self.live = (sys.stdout.isatty() if args.live is None else args.live) and self.speaks
         width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 110))
-        self.console = Console(quiet=not self.speaks, force_terminal=live or None, width=width, highlight=False)
-        self.live = live and self.speaks
+        stream = sys.stderr if args.json == "-" else sys.stdout
+        self.console = Console(
+            file=stream, quiet=not self.speaks, force_terminal=self.live or None, width=width, highlight=False
+        )
+
+    def machine(self):
+        """What this run is: ranks, transport, cores, threads, device."""
+        f = self.figures
+        ranks = f"{f['ranks']} rank{'s' * (f['ranks'] > 1)} ({f['transport']})"
+        self.print(
+            f"[bold]minipar lesson: {f['lesson']}[/]\n{ranks} on {self.cores} cores, {f['blas_threads_per_rank']} BLAS "
+            f"thread(s) a rank, {f['dtype']}, device {f['device']}, model size {f['size']}"
+        )
 
     def print(self, text=""):
         self.console.print(text)
@@ -81,6 +116,40 @@ class Report:
             task = bar.add_task(what, total=total, text="")
             yield lambda text="": bar.update(task, advance=1, text=text)
 
+    def sparkline(self, values, width=40):
+        """`values` as a row of bars, the largest highest; long lists are averaged in pieces."""
+        pieces = [p for p in np.array_split(np.asarray(values), min(width, len(values)))]
+        means = np.array([p.mean() for p in pieces])
+        low, span = means.min(), np.ptp(means) or 1.0
+        return "".join("▁▂▃▄▅▆▇█"[int((m - low) / span * 7)] for m in means)
+
+    def timeline(self, timeline):
+        self.print("Timeline of the step (measured):")
+        self.console.print(terminal.render(timeline, self.console.width))
+
+    def draw_speedup_and_timeline(self, speedups, timeline, title, name):
+        """figures/NAME.png and .svg with the speedup beside the timeline; traces/NAME.json for ui.perfetto.dev."""
+        from minipar.trace import figure  # matplotlib takes half a second to load: only here
+
+        def draw(picture):
+            left, right = picture.subplots(1, 2, width_ratios=[1, 2.1])
+            ranks, cores = self.figures["ranks"], self.cores
+            figure.draw_speedup(
+                left,
+                [row["ranks"] for row in speedups],
+                [row["speedup"] for row in speedups],
+                [row["compute_speedup"] for row in speedups],
+                cores,
+                f"{title}: speedup",
+            )
+            figure.draw_timeline(right, timeline, f"One training step, {ranks} ranks on {cores} cores")
+
+        paths = figure.figure(draw, Path("figures") / name)
+        trace = Path("traces") / f"{name}.json"
+        perfetto.write(timeline, trace)
+        self.figures["figures"] = [str(path) for path in (*paths, trace)]
+        self.print(f"\nWritten: {', '.join(self.figures['figures'])} (open the trace at ui.perfetto.dev)")
+
     def _lines(self, what, total):
         done, shown = 0, time.monotonic()
 
@@ -101,8 +170,4 @@ class Report:
         if self.args.json == "-":
             print(text)
             return
-        path = Path(self.args.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(text + "\n")
-        partial.replace(path)
+        perfetto.write_atomically(self.args.json, (text + "\n").encode())

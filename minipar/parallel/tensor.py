@@ -17,12 +17,11 @@ Pieces need not be equal: 8 heads on 3 ranks are 3, 3 and 2.
 from dataclasses import dataclass
 from typing import Any
 
-from minipar.collectives import all_gather, all_reduce
-
 from minipar.arrays import array_module, split_bounds, split_sizes
 from minipar.autograd import Function
 from minipar.autograd import functional as F
 from minipar.autograd.fused import check_range
+from minipar.collectives import all_gather, all_reduce
 from minipar.errors import ShapeError
 from minipar.nn import Module, Parameter
 

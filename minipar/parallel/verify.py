@@ -4,9 +4,9 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-from minipar.collectives import all_gather
 
 from minipar.arrays import to_host
+from minipar.collectives import all_gather
 from minipar.optim import SGD
 
 

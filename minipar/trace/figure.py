@@ -1,0 +1,89 @@
+"""Pictures: one style and one meaning for each colour in every lesson. Nothing here needs a display."""
+
+import io
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minipar.trace.perfetto import write_atomically
+
+# Okabe and Ito's palette: told apart with any colour vision, and in print.
+COLOURS = {
+    "forward": "#0072B2",
+    "backward": "#009E73",
+    "weight_gradient": "#56B4E9",
+    "optimizer": "#CC79A7",
+    "communication": "#E69F00",
+    "waiting": "#E4E4E4",
+}
+NAMES = {"weight_gradient": "weight gradient", "optimizer": "optimizer step"}
+STYLE = {
+    "font.size": 15,
+    "axes.titlesize": 17,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "minipar",
+    "figure.facecolor": "white",
+}
+
+
+def figure(draw, path, size=(16, 6.5)):
+    """Make a Figure of `size` inches, let `draw(figure)` fill it, write path.png and path.svg; returns both paths."""
+    with matplotlib.rc_context(STYLE):
+        picture = Figure(size, layout="constrained")
+        draw(picture)
+        paths = []
+        for kind, options in (("png", {"dpi": 110}), ("svg", {"metadata": {"Date": None}})):
+            data = io.BytesIO()
+            picture.savefig(data, format=kind, **options)
+            paths.append(Path(f"{path}.{kind}"))
+            write_atomically(paths[-1], data.getvalue())
+    return paths
+
+
+def draw_timeline(axes, timeline, title):
+    """One row a rank, time in milliseconds from left to right."""
+    used = []
+    for rank in range(timeline.ranks):
+        bars = {}
+        for s in timeline.flat(rank):
+            kind = "waiting" if s.kind in ("wait", "idle") else s.kind
+            bars.setdefault(kind, []).append((s.start * 1e3, (s.end - s.start) * 1e3))
+        for kind, spans in bars.items():
+            axes.broken_barh(spans, (rank - 0.4, 0.8), facecolors=COLOURS[kind], linewidth=0)
+            used.append(kind)
+    axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+    axes.set_ylim(timeline.ranks - 0.5, -0.5)
+    axes.set_xlim(0, timeline.end * 1e3)
+    axes.set_xlabel("time (ms)")
+    axes.set_title(title)
+    handles = [Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in used]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(handles), frameon=False)
+
+
+def draw_speedup(axes, ranks, measured, by_compute, cores, title):
+    """Speedup over one rank: as measured by the wall clock, by compute time alone, and the ideal line.
+
+    ranks, measured, by_compute: lists of equal length. A line marks the number of cores, above which no clock can go.
+    """
+    axes.plot(ranks, ranks, color="#999999", linestyle=":", linewidth=2, label="ideal")
+    axes.plot(ranks, by_compute, color=COLOURS["forward"], marker="s", markersize=10, linewidth=2.5,
+              label="compute alone (CPU time)")  # fmt: skip
+    axes.plot(ranks, measured, color="#D55E00", marker="o", markersize=10, linewidth=2.5, label="measured (wall clock)")
+    if cores < max(ranks):
+        axes.axhline(cores, color="#555555", linewidth=1.5, linestyle="--")
+        axes.text(max(ranks), cores, f"limit: {cores} cores ", ha="right", va="bottom", color="#555555")
+    for x, y in zip(ranks, measured, strict=True):
+        axes.annotate(f"{y:.2f}x", (x, y), (0, -22), textcoords="offset points", ha="center", color="#D55E00")
+    axes.set_xticks(ranks)
+    axes.set_xlim(min(ranks) - 0.25, max(ranks) + 0.25)
+    axes.set_ylim(0, max(ranks) + 0.4)
+    axes.set_xlabel("tensor-parallel ranks")
+    axes.set_ylabel("speedup over one rank")
+    axes.set_title(title)
+    axes.legend(loc="upper left", frameon=False)
