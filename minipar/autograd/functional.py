@@ -4,6 +4,12 @@ from minipar.arrays import array_module
 from minipar.autograd import fused, ops
 from minipar.autograd.tensor import Tensor
 
+softmax = ops.Softmax.apply  # (x, axis=-1)
+gelu = fused.Gelu.apply  # (x)
+layer_norm = fused.LayerNorm.apply  # (x, weight, bias, eps=1e-5)
+linear = fused.Linear.apply  # (x, weight, bias or None)
+causal_attention = fused.CausalAttention.apply  # (qkv, keep or None, scale=1.0)
+
 
 def where(condition, a, b):
     """condition (booleans) ? a : b, broadcast together."""
@@ -14,26 +20,6 @@ def where(condition, a, b):
 def concatenate(tensors, axis=0):
     """The tensors joined along `axis`."""
     return ops.Concatenate.apply(*tensors, axis=axis)
-
-
-def softmax(x, axis=-1):
-    """See ops.Softmax."""
-    return ops.Softmax.apply(x, axis=axis)
-
-
-def gelu(x):
-    """See fused.Gelu."""
-    return fused.Gelu.apply(x)
-
-
-def layer_norm(x, weight, bias, eps=1e-5):
-    """See fused.LayerNorm."""
-    return fused.LayerNorm.apply(x, weight, bias, eps=eps)
-
-
-def linear(x, weight, bias=None):
-    """See fused.Linear."""
-    return fused.Linear.apply(x, weight) if bias is None else fused.Linear.apply(x, weight, bias)
 
 
 def embedding(weight, ids):
@@ -50,8 +36,3 @@ def cross_entropy(logits, targets, ignore_index=-100):
 def dropout(x, p, key, block=None):
     """See fused.Dropout; p = 0 is the identity."""
     return fused.Dropout.apply(x, p=p, key=key, block=block) if p else x
-
-
-def causal_attention(qkv, keep=None, scale=1.0):
-    """See fused.CausalAttention."""
-    return fused.CausalAttention.apply(qkv, keep, scale=scale)

@@ -119,7 +119,7 @@ class Linear(Function):
     """x @ weight + bias. x (..., inputs), weight (inputs, outputs), bias (outputs,) or None."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias=None):
+    def forward(ctx, x, weight, bias):
         if x.shape[-1] != weight.shape[0]:
             raise ShapeError(f"a linear layer of {weight.shape[0]} inputs got an x of shape {x.shape}.")
         ctx.has_bias = bias is not None
@@ -138,7 +138,7 @@ class Linear(Function):
             dx = (grad2 @ weight.T).reshape(*grad.shape[:-1], weight.shape[0])
         if ctx.needs_grad[1]:
             dweight = x.reshape(-1, weight.shape[0]).T @ grad2
-        return (dx, dweight, grad2.sum(axis=0)) if ctx.has_bias else (dx, dweight)
+        return dx, dweight, grad2.sum(axis=0) if ctx.has_bias else None
 
 
 class Embedding(Function):
@@ -245,7 +245,7 @@ class CausalAttention(Function):
     """
 
     @staticmethod
-    def forward(ctx, qkv, keep=None, scale=1.0):
+    def forward(ctx, qkv, keep, scale=1.0):
         xp = array_module(qkv)
         batch, time, heads, _, depth = qkv.shape
         q, k, v = (qkv[:, :, :, i].transpose(0, 2, 1, 3) for i in range(3))  # (batch, heads, time, depth)

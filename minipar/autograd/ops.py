@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import numbers
 
 import numpy as np
 
@@ -32,17 +31,6 @@ class Add(Function):
     @staticmethod
     def backward(ctx, grad):
         return tuple(sum_to(grad, shape) for shape in ctx.shapes)
-
-
-class Sub(Function):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.shapes = a.shape, b.shape
-        return a - b
-
-    @staticmethod
-    def backward(ctx, grad):
-        return sum_to(grad, ctx.shapes[0]), sum_to(-grad, ctx.shapes[1])
 
 
 class Mul(Function):
@@ -225,11 +213,10 @@ class Softmax(Function):
 
 def _spread(grad, shape, axis, keepdims):
     """The gradient of a reduction, repeated over the axes that it reduced."""
+    xp = array_module(grad)
     if axis is not None and not keepdims:
-        axes = axis if isinstance(axis, tuple) else (axis,)
-        kept = {a % len(shape) for a in axes}
-        grad = grad.reshape(tuple(1 if i in kept else n for i, n in enumerate(shape)))
-    return array_module(grad).broadcast_to(grad, shape)
+        grad = xp.expand_dims(grad, axis)
+    return xp.broadcast_to(grad, shape)
 
 
 class Sum(Function):
@@ -361,11 +348,8 @@ def pair(a, b):
 
 
 def _like(value, tensor):
-    xp = array_module(tensor.data)
-    if isinstance(value, numbers.Number):
-        dtype = tensor.dtype if is_floating(tensor.dtype) else None
-        return Tensor(xp.asarray(value, dtype=dtype))
-    return Tensor(xp.asarray(value).astype(tensor.dtype))
+    dtype = tensor.dtype if is_floating(tensor.dtype) else None
+    return Tensor(array_module(tensor.data).asarray(value, dtype=dtype))
 
 
 def cast(x, dtype):
@@ -408,7 +392,8 @@ def _compare(name):
 
 
 Tensor.__add__, Tensor.__radd__ = _binary(Add)
-Tensor.__sub__, Tensor.__rsub__ = _binary(Sub)
+Tensor.__sub__ = lambda a, b: a + (-b)
+Tensor.__rsub__ = lambda a, b: b + (-a)
 Tensor.__mul__, Tensor.__rmul__ = _binary(Mul)
 Tensor.__truediv__, Tensor.__rtruediv__ = _binary(Div)
 Tensor.__matmul__, Tensor.__rmatmul__ = _binary(MatMul)

@@ -117,9 +117,7 @@ class Tensor:
     __slots__ = ("__weakref__", "data", "grad", "hooks", "node", "requires_grad", "version")
 
     def __init__(self, data, requires_grad=False, version=None):
-        if isinstance(data, (numbers.Number, list, tuple)):
-            data = np.asarray(data)
-        elif isinstance(data, np.generic):
+        if isinstance(data, (numbers.Number, np.generic, list, tuple)):
             data = np.asarray(data)
         if requires_grad and not is_floating(data.dtype):
             raise DTypeError(
@@ -137,9 +135,6 @@ class Tensor:
 
     def __repr__(self):
         return f"{type(self).__name__}({self.data!r}{', requires_grad=True' if self.requires_grad else ''})"
-
-    def __len__(self):
-        return len(self.data)
 
     def __array__(self, *args, **kwargs):
         raise TypeError("a minipar Tensor is no NumPy array: take its .data, or wrap the other operand in Tensor().")

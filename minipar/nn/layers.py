@@ -90,7 +90,7 @@ class CausalSelfAttention(Module):
             shape = (batch, self.heads, time, time)
             mask = rng.keep_mask(self.drop.p, shape, *self.drop.key(), block=self.drop.block(shape))
             keep, scale = array_module(x.data).asarray(mask), rng.keep_scale(self.drop.p)
-        y = F.causal_attention(qkv, keep, scale)
+        y = F.causal_attention(qkv, keep, scale=scale)
         return self.proj(y.reshape(batch, time, self.heads * self.depth))
 
 

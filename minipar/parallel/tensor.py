@@ -138,7 +138,7 @@ class RowParallelLinear(Module):
         self.bias = linear.bias
 
     def forward(self, x):
-        y = reduce_from_region(F.linear(x, self.weight), self.comm, self.name)
+        y = reduce_from_region(F.linear(x, self.weight, None), self.comm, self.name)
         return y if self.bias is None else y + self.bias
 
 
@@ -206,7 +206,7 @@ class VocabParallelHead(Module):
         self.weight, self.comm = weight, comm
 
     def local_logits(self, x):
-        return F.linear(copy_to_region(x, self.comm, self.name), self.weight.T)
+        return F.linear(copy_to_region(x, self.comm, self.name), self.weight.T, None)
 
     def forward(self, x):
         sizes = split_sizes(self.weight.shard.size, self.comm.size)

