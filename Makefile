@@ -22,7 +22,7 @@ setup: .venv/ready ## make .venv and install minipar with MPICH and the developm
 
 # Under mpirun no rank sees a terminal, so the lesson is told whether there is one.
 lesson: .venv/ready ## run a lesson: make lesson LESSON=tp RANKS=4 ARGS="--steps 20"
-	$(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.lessons.$(LESSON) $$(test -t 1 && echo --live) $(ARGS)
+	@test -t 1 && live=--live; $(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.lessons.$(LESSON) $$live $(ARGS)
 
 test: .venv/ready ## the whole suite, MPI ranks included
 	$(BIN)/python -m pytest

@@ -2,6 +2,7 @@
 
 from minipar.arrays import array_module
 from minipar.autograd import fused, ops
+from minipar.autograd.operators import pair
 from minipar.autograd.tensor import Tensor
 
 softmax = ops.Softmax.apply  # (x, axis=-1)
@@ -14,7 +15,7 @@ causal_attention = fused.CausalAttention.apply  # (qkv, keep or None, scale=1.0)
 def where(condition, a, b):
     """condition (booleans) ? a : b, broadcast together."""
     condition = condition.data if isinstance(condition, Tensor) else condition
-    return ops.Where.apply(condition, *ops.pair(a, b))
+    return ops.Where.apply(condition, *pair(a, b))
 
 
 def concatenate(tensors, axis=0):

@@ -31,7 +31,7 @@ SIZES = {  # name: (model, samples a batch)
     "small": (GPTConfig(), 8),
     "medium": (GPTConfig(context=256, width=512, layers=6, heads=8), 8),
 }
-ROUNDS = 5  # timed steps for each number of ranks, taken in turn
+ROUNDS = 7  # timed steps for each number of ranks, taken in turn
 
 
 def lesson(world, args):
@@ -43,7 +43,7 @@ def lesson(world, args):
     # The split model, before anything is printed: an impossible split ends here, in one sentence.
     model = tensor_parallel(GPT(config), DeviceMesh(world, tp=world.size)).to(xp)
 
-    report.machine()
+    report.machine(world)
     show_split(report, config, model, world)
     predicted = predict(report, config, samples, world)
     prove(report, config, model, corpus.batch(0, samples, config.context), world, xp)
@@ -107,8 +107,8 @@ def predict(report, config, samples, world):
     report.print(
         "The cuts cost a layer two all-reduces forward and two backward, each of batch x time x width numbers:\n"
         f"S = {samples} x {config.context} x {config.width} x {itemsize} bytes = "
-        f"{mib(tokens * config.width * itemsize)}. For each of them\n"
-        f"every rank of a ring of n = {n} sends 2 (n - 1) / n x S = {mib(once)}."
+        f"{mib(tokens * config.width * itemsize)}.\n"
+        f"For each of them every rank of a ring of n = {n} sends 2 (n - 1) / n x S = {mib(once)}."
     )
     rows = [(where, f"{count:,}", mib(count)) for where, count in predicted.items()]
     report.table(f"Bytes that rank 0 sends ({PREDICTED})", [("where", "left"), ("bytes", "right"), ("", "right")], rows)
@@ -173,9 +173,8 @@ def train(report, config, model, corpus, samples, world):
     after = held_out_loss(model, corpus, samples, config.context)
     same = replicas_equal(model, world)
     if losses:
-        report.print(
-            f"Loss in nats a byte ({MEASURED}):  {report.sparkline(losses)}  {losses[0]:.3f} -> {losses[-1]:.3f}"
-        )
+        report.print(f"Loss in nats a byte ({MEASURED}):  {report.sparkline(losses)}")
+        report.print(f"  first step {losses[0]:.3f}, mean of the last ten {np.mean(losses[-10:]):.3f}")
     report.print(f"On text that it never saw: {before:.3f} -> {after:.3f} (guessing gives ln 256 = {np.log(256):.3f})")
     report.print(
         f"After {len(losses)} steps the whole parameters are {'bitwise equal' if same else 'DIFFERENT'} on all ranks."
