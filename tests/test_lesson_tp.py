@@ -6,8 +6,12 @@ import re
 import subprocess
 import sys
 
+import pretend_cupy
 import pytest
 
+import minipar
+from minipar import arrays
+from minipar.lessons import report, tp
 from minipar.trace import perfetto
 
 TINY = ["-m", "minipar.lessons.tp", "--size", "tiny", "--steps", "12", "--json", "out/tp.json"]
@@ -115,3 +119,18 @@ def test_works_without_mpi4py(tmp_path):
     result = plain([*TINY, "--no-figure"], tmp_path, PYTHONPATH=str(tmp_path))
     assert result.returncode == 0, result.stderr
     check(tmp_path, 4, "threads")
+
+
+def test_on_the_stand_in_for_cupy(tmp_path, monkeypatch):
+    """The whole lesson on arrays that refuse what CuPy's refuse."""
+    monkeypatch.setattr(arrays, "device", lambda name: pretend_cupy)
+    monkeypatch.chdir(tmp_path)
+    args = report.parser("", tp.SIZES, 12).parse_args(["--size", "tiny", "--json", "out/tp.json"])
+    minipar.run(tp.lesson, 3, args)
+    check(tmp_path, 3, "threads")
+
+
+def test_cuda_without_a_gpu_is_a_sentence(tmp_path):
+    result = plain([*TINY, "--device", "cuda", "--ranks", "2"], tmp_path)
+    if result.returncode:
+        assert result.stderr.startswith('minipar: device "cuda" needs') and "Traceback" not in result.stderr

@@ -107,8 +107,7 @@ class Pow(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x,) = ctx.saved
-        n = ctx.exponent
+        (x,), n = ctx.saved, ctx.exponent
         return grad * (n * x ** (n - 1)) if n else array_module(grad).zeros_like(grad)
 
 
@@ -323,9 +322,5 @@ class Where(Function):
     def backward(ctx, grad):
         (condition,) = ctx.saved
         xp = array_module(grad)
-        zero = xp.zeros((), grad.dtype)
-        return (
-            None,
-            sum_to(xp.where(condition, grad, zero), ctx.shapes[0]),
-            sum_to(xp.where(condition, zero, grad), ctx.shapes[1]),
-        )
+        a, b = ctx.shapes
+        return None, sum_to(xp.where(condition, grad, 0), a), sum_to(xp.where(condition, 0, grad), b)
