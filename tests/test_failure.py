@@ -45,7 +45,8 @@ def alive(pid):
         ("raise", 1, "minipar: rank 2 of 4 failed:"),
         ("exit", 3, "minipar: rank 2 of 4 called sys.exit(3)"),
         ("thread", 1, "IndexError"),
-        ("import", 1, "ImportError: planted"),
+        ("import", None, "ImportError: planted"),
+        ("early", None, "ImportError: planted"),
         ("kill", None, "9"),
         ("everywhere", 1, "minipar: rank 0 of 4 failed:"),
     ],
@@ -102,7 +103,7 @@ def test_thread_rank_raises():
 def test_thread_timeout_names_everything():
     def main(world):
         if world.rank == 1:
-            time.sleep(3)
+            time.sleep(1)
         else:
             world.recv(np.empty(3), 1, "a gift")
 

@@ -86,16 +86,19 @@ def test_no_steps_and_live_bar(tmp_path):
         (["--ranks", "5"], "4 heads cannot be split over 5 tensor-parallel ranks: allowed are 1 to 4 ranks"),
         (["--ranks", "0"], "0 ranks cannot be started"),
         (["--text", "missing.txt"], "the text 'missing.txt' cannot be read"),
+        (["--text", "short.txt"], "is too short for a context of 16"),
+        (["--json", "short.txt/tp.json"], "the folder 'short.txt' cannot be made"),
         (["--steps", "-1"], "--steps must be 0 or more"),
         (["--dropout", "1.5"], "dropout is a probability"),
         (["--size", "huge"], "invalid choice: 'huge'"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_sentence(tmp_path, arguments, message):
+    (tmp_path / "short.txt").write_bytes(b"hello")
     result = plain([*TINY, *arguments], tmp_path)
     assert result.returncode != 0
     assert message in result.stderr and "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
+    assert result.stdout == "" and not list(tmp_path.glob("out/*"))
 
 
 @pytest.mark.slow

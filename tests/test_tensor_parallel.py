@@ -9,10 +9,11 @@ import minipar
 from minipar import nn
 from minipar.arrays import split_bounds
 from minipar.autograd import Tensor, no_grad
+from minipar.autograd import functional as F
 from minipar.context import current
 from minipar.errors import ShapeError
 from minipar.parallel import DeviceMesh, equivalent, replicas_equal, tensor_parallel
-from minipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from minipar.parallel.tensor import ColumnParallelLinear, RowParallelLinear, reduce_from_region
 
 TINY = nn.GPTConfig(vocab_size=11, context=6, width=12, layers=2, heads=6, dtype="float64")
 
@@ -119,6 +120,24 @@ def test_replicas_are_bitwise_equal_after_50_steps():
         return replicas_equal(model, world)
 
     assert minipar.run(rank_main, ranks=3) == [True] * 3
+
+
+def bias_on_every_rank(self, x):
+    return reduce_from_region(F.linear(x, self.weight, self.bias), self.comm, self.name)
+
+
+def no_reduction_of_the_input_gradient(self, x):
+    return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("layer", "mistake"),
+    [(RowParallelLinear, bias_on_every_rank), (ColumnParallelLinear, no_reduction_of_the_input_gradient)],
+)
+def test_verification_sees_the_classic_mistakes(monkeypatch, layer, mistake):
+    monkeypatch.setattr(layer, "forward", mistake)
+    result = compare(TINY, 2, batch_of(TINY), tp=2)
+    assert result.gradient_relative_error > 1e-3 and result.worst_parameter
 
 
 def test_replicas_equal_sees_one_different_bit():

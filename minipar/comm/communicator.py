@@ -10,6 +10,7 @@ from minipar.context import current
 from minipar.errors import MessageMismatch, ShapeError
 
 clock = time.perf_counter  # one clock for all processes of a node
+TAGS = 64  # tags of one group, 0 to 63; its number times this keeps groups apart where a transport knows tags only
 
 
 @dataclass
@@ -103,6 +104,8 @@ class Communicator:
 
         Every rank of this communicator must call it; color and key are integers, color at least 0.
         """
+        if color is not None and color < 0:
+            raise ShapeError(f"color {color} is not allowed: at least 0, or None for a rank that is in no group.")
         mine = np.array([-1 if color is None else color, key, self.contexts[0]], np.int64)
         table = self._everyones(mine)
         # A number that no member has used yet keeps the messages of this group apart from all others.
@@ -130,11 +133,15 @@ class Communicator:
             self.recv(table, 0, "split")
         return table
 
-    def _check(self, array, peer, receives=False):
+    def _check(self, array, peer, tag, receives=False):
         if not 0 <= peer < self.size:
             raise ShapeError(f"rank {peer} is not in this group of {self.size} ranks: 0 to {self.size - 1}.")
+        if not 0 <= tag < TAGS:
+            raise ShapeError(f"tag {tag} is not allowed: 0 to {TAGS - 1}.")
         if not array.flags.c_contiguous:
             raise ShapeError(f"messages need contiguous arrays: send ascontiguousarray(x) of this {array.shape} array.")
+        if receives and not getattr(array.flags, "writeable", True):  # CuPy has no such flag
+            raise ShapeError(f"a message cannot be received into this read-only {array.shape} array: copy it first.")
 
 
 class NullCommunicator(Communicator):

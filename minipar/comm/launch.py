@@ -111,10 +111,16 @@ def _join(threads, world):
 
 def launched_ranks():
     """How many processes the MPI launcher says it has started; None if this process was started plainly."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if os.environ.get(name):
-            return int(os.environ[name])
-    return None
+    return _from_launcher("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_rank():
+    """This process's rank as the launcher says, which is known without MPI; None if it was started plainly."""
+    return _from_launcher("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+def _from_launcher(*names):
+    return next((int(os.environ[name]) for name in names if os.environ.get(name)), None)
 
 
 def mpirun_path():
@@ -145,7 +151,7 @@ def _run_mpi(fn, ranks, args, timeout, launched):
     try:
         MPI = mpi_world(launched)
     except LaunchError as error:
-        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")) == "0":
+        if not launched_rank():
             print(f"minipar: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     from minipar.comm.mpi import MPICommunicator
@@ -166,9 +172,7 @@ def _run_mpi(fn, ranks, args, timeout, launched):
 
 def _abort(error):
     """Say once what went wrong, then end every rank."""
-    from mpi4py import MPI
-
-    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    rank, size = launched_rank(), launched_ranks()
     if rank:
         # An error that all ranks make alike is told by rank 0, which ends this process meanwhile.
         time.sleep(0.5)
@@ -183,7 +187,11 @@ def _abort(error):
     print(text, file=sys.stderr, flush=True)
     time.sleep(0.2)  # the launcher passes on what was said, but drops it once it hears of the abort
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    MPI.COMM_WORLD.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
+    if "mpi4py.MPI" not in sys.modules:
+        # To start MPI now would wait for ranks that may never start it, and a launcher overlooks an exit before that:
+        # only a signal makes it end the others.
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
 
 
 def abort_on_uncaught():
@@ -193,7 +201,7 @@ def abort_on_uncaught():
     """
     if (launched_ranks() or 1) > 1:
         sys.excepthook = lambda kind, error, trace: _abort(error)
-        threading.excepthook = lambda thread: _abort(thread.exc_value)
+        threading.excepthook = lambda thread: thread.exc_type is SystemExit or _abort(thread.exc_value)
 
 
 def mpirun(arguments, ranks, timeout=120.0, **options):

@@ -9,33 +9,29 @@ cores do not take each other's time, and no wait lasts longer than its limit.
 import os
 import struct
 import time
+from functools import lru_cache
 
 import numpy as np
+from mpi4py import MPI
 
 from minipar.arrays import array_module, to_host
-from minipar.comm.communicator import Communicator, Request, clock, mismatch
+from minipar.comm.communicator import TAGS, Communicator, Request, clock, mismatch
 from minipar.context import current
 from minipar.errors import CommunicationTimeout
 
-HEADER = struct.Struct("<dqq16s88s")  # sender's clock, message number, bytes, dtype, operation
-TAGS = 64  # tags of one group; its number times this keeps groups apart
+# A header is a stamp and a claim. Both sides make the claim, and it must be the same, byte for byte.
+STAMP = struct.Struct("<dq")  # sender's clock, message number
+CLAIM = struct.Struct("<q16s88s")  # bytes, dtype, operation
 
 
-def pack_header(number, array, operation):
-    text = operation.encode()[:88]
-    return np.frombuffer(
-        bytearray(HEADER.pack(clock(), number, array.nbytes, str(array.dtype).encode(), text)), np.uint8
-    )
+@lru_cache(maxsize=4096)  # a training step says the same few hundred things again and again
+def claim(operation, dtype, nbytes):
+    return CLAIM.pack(nbytes, str(dtype).encode(), operation.encode()[:88])
 
 
-def unpack_header(header):
-    sent, number, nbytes, dtype, operation = HEADER.unpack(header.tobytes())
-    return sent, number, (operation.rstrip(b"\0").decode(errors="replace"), dtype.rstrip(b"\0").decode(), nbytes)
-
-
-def as_bytes(host):
-    """The memory of a contiguous array as bytes: MPI then needs no name for its dtype."""
-    return host.reshape(-1).view(np.uint8)
+def read_claim(packed):
+    nbytes, dtype, operation = CLAIM.unpack(packed)
+    return operation.rstrip(b"\0").decode(errors="replace"), dtype.rstrip(b"\0").decode(), nbytes
 
 
 class MPIRequest(Request):
@@ -46,7 +42,10 @@ class MPIRequest(Request):
     def __init__(self, comm, array, peer, operation, tag, sends):
         super().__init__(comm, array, peer, operation, tag, sends)
         # A GPU array travels through host memory: an MPI that is not CUDA-aware would crash on it.
-        self.host = to_host(array) if sends or isinstance(array, np.ndarray) else np.empty(array.shape, array.dtype)
+        if isinstance(array, (np.ndarray, np.generic)):
+            self.host = array
+        else:
+            self.host = to_host(array) if sends else np.empty(array.shape, array.dtype)
 
     def done(self):
         return all(part.Test() for part in self.parts)
@@ -74,10 +73,10 @@ class MPIRequest(Request):
 
     def _check_header(self):
         comm, source = self.comm, self.comm.ranks[self.peer]
-        self.ready, number, theirs = unpack_header(self.header)
-        ours = self.operation.encode()[:88].decode(errors="replace"), str(self.array.dtype), self.array.nbytes
+        self.ready, number = STAMP.unpack_from(self.header)
+        theirs, ours = self.header[STAMP.size :], claim(self.operation, self.array.dtype, self.array.nbytes)
         if theirs != ours:
-            raise mismatch(comm, source, theirs, ours)
+            raise mismatch(comm, source, read_claim(theirs), read_claim(ours))
         recorder = current().recorder
         if recorder is not None:
             self._poll(self.parts[-1])
@@ -98,23 +97,24 @@ class MPICommunicator(Communicator):
         return (self.context * TAGS + tag) * 2
 
     def isend(self, array, dest, operation="send", tag=0):
-        self._check(array, dest)
+        self._check(array, dest, tag)
         request = MPIRequest(self, array, dest, operation, tag, True)
         self.sent.messages += 1
         self.sent.bytes += array.nbytes
         peer, tag, request.header, request.parts = self.ranks[dest], self._tag(tag), None, []
         if self.check_headers:
-            request.header = pack_header(self.sent.messages, array, operation)
+            request.header = STAMP.pack(clock(), self.sent.messages) + claim(operation, array.dtype, array.nbytes)
             request.parts.append(self.mpi.Isend(request.header, peer, tag))
-        request.parts.append(self.mpi.Isend(as_bytes(request.host), peer, tag + 1))
+        # As bytes: MPI then needs no name for the dtype.
+        request.parts.append(self.mpi.Isend((request.host, array.nbytes, MPI.BYTE), peer, tag + 1))
         return request
 
     def irecv(self, array, source, operation="recv", tag=0):
-        self._check(array, source)
+        self._check(array, source, tag, receives=True)
         request = MPIRequest(self, array, source, operation, tag, False)
         peer, tag, request.header, request.parts = self.ranks[source], self._tag(tag), None, []
         if self.check_headers:
-            request.header = np.empty(HEADER.size, np.uint8)
+            request.header = bytearray(STAMP.size + CLAIM.size)
             request.parts.append(self.mpi.Irecv(request.header, peer, tag))
-        request.parts.append(self.mpi.Irecv(as_bytes(request.host), peer, tag + 1))
+        request.parts.append(self.mpi.Irecv((request.host, array.nbytes, MPI.BYTE), peer, tag + 1))
         return request

@@ -100,7 +100,7 @@ class ThreadCommunicator(Communicator):
         self.world = world
 
     def isend(self, array, dest, operation="send", tag=0):
-        self._check(array, dest)
+        self._check(array, dest, tag)
         send = ThreadRequest(self, array, dest, operation, tag, True)
         self.sent.messages += 1
         self.sent.bytes += array.nbytes
@@ -118,7 +118,7 @@ class ThreadCommunicator(Communicator):
         return send
 
     def irecv(self, array, source, operation="recv", tag=0):
-        self._check(array, source)
+        self._check(array, source, tag, receives=True)
         receive = ThreadRequest(self, array, source, operation, tag, False)
         key = (self.context, self.ranks[source], self.ranks[self.rank], tag)
         with self.world.lock:

@@ -47,6 +47,8 @@ def main(lesson, options):
 
     def rank_main(world):
         try:
+            if world.rank == 0:
+                _check_folders(args)
             lesson(world, args)
         except (ShapeError, DeviceError) as error:
             raise SystemExit(f"minipar: {error}") from error
@@ -55,6 +57,18 @@ def main(lesson, options):
         minipar.run(rank_main, args.ranks)
     except LaunchError as error:
         raise SystemExit(f"minipar: {error}") from error
+
+
+def _check_folders(args):
+    """Before minutes of work: can the results be written? Ends in a sentence if not."""
+    paths = [Path(args.json).parent] if args.json not in (None, "-") else []
+    for folder in paths + [Path("figures"), Path("traces")] * (not args.no_figure):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"minipar: the folder {str(folder)!r} cannot be made: {error.strerror}.") from error
+        if not os.access(folder, os.W_OK):
+            raise SystemExit(f"minipar: the folder {str(folder)!r} cannot be written to.")
 
 
 class Report:

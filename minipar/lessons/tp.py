@@ -40,7 +40,8 @@ def lesson(world, args):
     report, xp = Report(world, args, "tp"), arrays.device(args.device)
     corpus = ByteCorpus(args.text, seed=args.seed)
     current().seed = args.seed
-    # The split model, before anything is printed: an impossible split ends here, in one sentence.
+    # Before anything is printed: a text that is too short, or an impossible split, ends here in one sentence.
+    corpus.batch(0, samples, config.context), corpus.held_out_batch(samples, config.context)
     model = tensor_parallel(GPT(config), DeviceMesh(world, tp=world.size)).to(xp)
 
     report.machine(world)
@@ -90,12 +91,12 @@ def shape(parameter):
 # --- 2. what it must cost --------------------------------------------------------------------------------------------
 
 
-def predict(report, config, samples, world):
+def bytes_sent(config, samples, comm):
     """Bytes that this rank sends in one training step, by where (Shoeybi et al. 2019, section 3)."""
-    itemsize, tokens, n = np.dtype(config.dtype).itemsize, samples * config.context, world.size
-    once = all_reduce_bytes(tokens * config.width, itemsize, n, world.rank)
-    loss = sum(all_reduce_bytes(count, itemsize, n, world.rank) for count in (tokens, 2 * tokens))
-    predicted = {
+    itemsize, tokens = np.dtype(config.dtype).itemsize, samples * config.context
+    once, loss = (all_reduce_bytes(n, itemsize, comm.size, comm.rank) for n in (tokens * config.width, tokens))
+    loss += all_reduce_bytes(2 * tokens, itemsize, comm.size, comm.rank)
+    return {
         "one layer, forward": 2 * once,
         "one layer, backward": 2 * once,
         "embedding, forward": once,
@@ -103,12 +104,18 @@ def predict(report, config, samples, world):
         "loss (3 numbers a token)": loss,
         "one step": (4 * config.layers + 2) * once + loss,
     }
+
+
+def predict(report, config, samples, world):
+    """Print and return what bytes_sent says, and where the formula comes from."""
+    predicted, n = bytes_sent(config, samples, world), world.size
+    size = samples * config.context * config.width * np.dtype(config.dtype).itemsize
     report.heading("2  What it must cost")
     report.print(
         "The cuts cost a layer two all-reduces forward and two backward, each of batch x time x width numbers:\n"
-        f"S = {samples} x {config.context} x {config.width} x {itemsize} bytes = "
-        f"{mib(tokens * config.width * itemsize)}.\n"
-        f"For each of them every rank of a ring of n = {n} sends 2 (n - 1) / n x S = {mib(once)}."
+        f"S = {samples} x {config.context} x {config.width} x {np.dtype(config.dtype).itemsize} bytes = {mib(size)}.\n"
+        f"For each of them every rank of a ring of n = {n} sends 2 (n - 1) / n x S = "
+        f"{mib(predicted['embedding, forward'])}."
     )
     rows = [(where, f"{count:,}", mib(count)) for where, count in predicted.items()]
     report.table(f"Bytes that rank 0 sends ({PREDICTED})", [("where", "left"), ("bytes", "right"), ("", "right")], rows)
@@ -174,7 +181,7 @@ def train(report, config, model, corpus, samples, world):
     same = replicas_equal(model, world)
     if losses:
         report.print(f"Loss in nats a byte ({MEASURED}):  {report.sparkline(losses)}")
-        report.print(f"  first step {losses[0]:.3f}, mean of the last ten {np.mean(losses[-10:]):.3f}")
+        report.print(f"  first step {losses[0]:.3f}, mean of the last {len(losses[-10:])} {np.mean(losses[-10:]):.3f}")
     report.print(f"On text that it never saw: {before:.3f} -> {after:.3f} (guessing gives ln 256 = {np.log(256):.3f})")
     report.print(
         f"After {len(losses)} steps the whole parameters are {'bitwise equal' if same else 'DIFFERENT'} on all ranks."
@@ -281,7 +288,7 @@ def ask(report, config, samples, sent, speedups, world):
         report.print("One rank sends nothing and gains nothing: start the lesson with more, as in mpirun -n 4.")
         return
     last, n = speedups[-1], world.size
-    wide = predict_only(replace(config, width=2 * config.width), samples, world)
+    wide = bytes_sent(replace(config, width=2 * config.width), samples, world)["one step"]
     report.print(
         "a) With twice the width, how many more bytes does a step send, and how much more does it compute?\n"
         f"   {wide / sent:.2f} times the bytes, but about 4 times the arithmetic: wide layers make the split pay."
@@ -292,20 +299,22 @@ def ask(report, config, samples, sent, speedups, world):
         f"   {sent / 2**20:.1f} MiB in {seconds * 100:.1f} ms: {sent / (seconds / 10) / 1e9:.2f} GB/s for every rank."
     )
     serial = max(0.0, (n / last["compute_speedup"] - 1) / (n - 1))
-    limit = f"{1 / serial:.0f}x" if serial > 1e-3 else "beyond measuring"
     report.print(
-        f"c) Why is the speedup of compute alone {last['compute_speedup']:.2f}x and not {n}x? What is its limit?\n"
-        f"   By Amdahl's law {serial:.1%} of the work is done by every rank (layer norms, residuals, the calls): with\n"
-        f"   any number of ranks the limit is {limit}. Sequence parallelism splits that part too."
+        f"c) Why is the speedup of compute alone {last['compute_speedup']:.2f}x and not {n}x? What is its limit?"
     )
+    if serial < 1:
+        limit = f"{1 / serial:.0f}x" if serial > 1e-3 else "beyond measuring"
+        report.print(
+            f"   By Amdahl's law {serial:.1%} of the work is done by every rank (layer norms, residuals, the calls):\n"
+            f"   with any number of ranks the limit is {limit}. Sequence parallelism splits that part too."
+        )
+    else:
+        report.print(
+            "   The pieces of this model are so small that calling the operations costs more than what they compute,\n"
+            "   and every rank makes all the calls: there is no limit to find. Try a larger --size."
+        )
     report.figures["answers"] = {"bytes_ratio_at_twice_the_width": wide / sent, "serial_share": serial,
                                  "link_gbps_for_a_tenth": sent / (seconds / 10) / 1e9}  # fmt: skip
-
-
-def predict_only(config, samples, world):
-    tokens, itemsize = samples * config.context, np.dtype(config.dtype).itemsize
-    once = all_reduce_bytes(tokens * config.width, itemsize, world.size, world.rank)
-    return (4 * config.layers + 2) * once + all_reduce_bytes(3 * tokens, itemsize, world.size, world.rank)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ import numpy as np
 
 import minipar
 from minipar.collectives import all_reduce
+from minipar.comm.launch import launched_rank
 
 how = sys.argv[1]
-if how == "import" and "2" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+if how in ("import", "early") and launched_rank() == 2:
     raise ImportError("planted")
+if how == "early":
+    time.sleep(30)  # the other ranks do not start MPI for a long time
 
 
 def main(world):
