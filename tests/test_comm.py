@@ -57,6 +57,23 @@ def test_any_set_of_messages_arrives(plan):
     assert not shared.sends and not shared.receives and not shared.waiting
 
 
+@pytest.mark.parametrize("nbytes", [0, 8, 64 * 1024, 64 * 1024 + 8, 1 << 20])
+def test_messages_arrive_in_order_and_whole(nbytes):
+    def main(world):
+        right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        arrays = [np.full(nbytes // 8, 10.0 * world.rank + i) for i in range(3)]
+        buffers = [np.empty(nbytes // 8) for _ in range(3)]
+        requests = [world.isend(a, right, "pass on") for a in arrays]
+        requests += [world.irecv(b, left, "pass on") for b in buffers]
+        for request in reversed(requests):
+            request.wait()
+        assert all(request.done() for request in requests)
+        for i, b in enumerate(buffers):
+            assert (b == 10.0 * left + i).all()
+
+    minipar.run(main, ranks=3)
+
+
 def test_a_small_send_is_buffered_and_a_large_one_waits():
     def main(world):
         if world.rank == 0:

@@ -1,5 +1,6 @@
 """Starting ranks: threads or MPI processes, their share of the cores, and time limits."""
 
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,11 @@ from threadpoolctl import threadpool_limits
 import minipar
 from minipar.comm.launch import available_cores, blas_limit, blas_threads
 from minipar.context import current
+
+
+def python(code, **environment):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MINIPAR"))} | environment
+    return subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=60)
 
 
 def test_run_returns_one_value_a_rank():
@@ -36,6 +42,41 @@ def test_mp5_blas_threads_are_a_share_of_the_cores(monkeypatch):
     assert blas_limit(10 * available_cores()) == 1
     monkeypatch.setenv("MINIPAR_BLAS_THREADS", "3")
     assert blas_limit(4) == 3
+
+
+SHOW = "import minipar, minipar.comm.launch as l; print(minipar.run(lambda w: l.blas_threads(), ranks={})[0])"
+
+
+def test_blas_threads_are_an_equal_share_whatever_the_environment_says():
+    cores = available_cores()
+    assert python(SHOW.format(4), OMP_NUM_THREADS="8", OPENBLAS_NUM_THREADS="8").stdout == f"{max(1, cores // 4)}\n"
+    assert python(SHOW.format(4), MINIPAR_BLAS_THREADS="2").stdout == "2\n"
+    before = blas_threads()
+    minipar.run(lambda world: None, ranks=4)
+    assert blas_threads() == before  # the caller's own setting is put back
+
+
+def test_blas_threads_under_mpirun(mpi):
+    code = (
+        "import os, minipar, minipar.comm.launch as l; minipar.run(lambda w: os.write(1, b'%d\\n' % l.blas_threads()))"
+    )
+    result = mpi(["-c", code], ranks=2, env={"OMP_NUM_THREADS": "8"})
+    assert result.stdout.split() == [str(max(1, available_cores() // 2))] * 2, result.stderr
+
+
+def test_an_mpi4py_without_a_library_is_explained():
+    """mpi4py raises RuntimeError, not ImportError, when it finds no MPI library."""
+    code = (
+        "import sys, minipar\n"
+        "class Finder:\n"
+        "    def find_spec(name, *rest):\n"
+        "        if name == 'mpi4py.MPI': raise RuntimeError('cannot load MPI library')\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "minipar.run(lambda world: None)"
+    )
+    result = python(code, PMI_SIZE="2", PMI_RANK="0")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "cannot load MPI library" in result.stderr and "minipar[mpich]" in result.stderr
 
 
 def test_an_error_leaves_no_trace_for_the_next_run():
