@@ -8,15 +8,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minipar.trace.perfetto import write_atomically
+from minipar.trace.timeline import INNER, WAITING
 
-# Okabe and Ito's palette: told apart with any colour vision, and in print.
+# Okabe and Ito's palette: told apart with any colour vision.
 COLOURS = {
     "forward": "#0072B2",
     "backward": "#009E73",
     "weight_gradient": "#56B4E9",
     "optimizer": "#CC79A7",
+    "other": "#8C8C8C",
     "communication": "#E69F00",
-    "waiting": "#E4E4E4",
+    "waiting": "#E0E0E0",
 }
 NAMES = {"weight_gradient": "weight gradient", "optimizer": "optimizer step"}
 STYLE = {
@@ -47,21 +49,27 @@ def figure(draw, path, size=(16, 6.5)):
 
 
 def draw_timeline(axes, timeline, title):
-    """One row a rank, time in milliseconds from left to right."""
+    """One row a rank, time in milliseconds from left to right; long regions of rank 0 are named above its row."""
     used = []
     for rank in range(timeline.ranks):
         bars = {}
         for s in timeline.flat(rank):
-            kind = "waiting" if s.kind in ("wait", "idle") else s.kind
+            kind = "waiting" if s.kind in WAITING else s.kind
             bars.setdefault(kind, []).append((s.start * 1e3, (s.end - s.start) * 1e3))
         for kind, spans in bars.items():
             axes.broken_barh(spans, (rank - 0.4, 0.8), facecolors=COLOURS[kind], linewidth=0)
             used.append(kind)
+    for s in timeline.spans:
+        if s.rank == 0 and s.kind not in INNER and s.end - s.start > 0.12 * timeline.end:
+            axes.text((s.start + s.end) * 500, -0.44, s.name, ha="center", va="bottom", color=COLOURS[s.kind],
+                      weight="bold", parse_math=False)  # fmt: skip
     axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
-    axes.set_ylim(timeline.ranks - 0.5, -0.5)
-    axes.set_xlim(0, timeline.end * 1e3)
+    axes.set_ylim(timeline.ranks - 0.5, -0.5 - 0.06 * timeline.ranks)
+    axes.set_xlim(0, timeline.end * 1e3 or 1)
     axes.set_xlabel("time (ms)")
     axes.set_title(title)
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)
     handles = [Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in used]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(handles), frameon=False)
 
@@ -76,11 +84,13 @@ def draw_speedup(axes, ranks, measured, by_compute, cores, title):
               label="compute alone (CPU time)")  # fmt: skip
     axes.plot(ranks, measured, color="#D55E00", marker="o", markersize=10, linewidth=2.5, label="measured (wall clock)")
     if cores < max(ranks):
-        axes.axhline(cores, color="#555555", linewidth=1.5, linestyle="--")
-        axes.text(max(ranks), cores, f"limit: {cores} cores ", ha="right", va="bottom", color="#555555")
-    for x, y in zip(ranks, measured, strict=True):
-        axes.annotate(f"{y:.2f}x", (x, y), (0, -22), textcoords="offset points", ha="center", color="#D55E00")
+        limit = f"limit: {cores} core{'s' * (cores > 1)}"
+        axes.axhline(cores, color="#555555", linewidth=1.5, linestyle="--", label=limit)
+    for values, offset, colour in ((by_compute, 12, COLOURS["forward"]), (measured, -24, "#D55E00")):
+        for x, y in list(zip(ranks, values, strict=True))[1:]:
+            axes.annotate(f"{y:.2f}x", (x, y), (0, offset), textcoords="offset points", ha="center", color=colour)
     axes.set_xticks(ranks)
+    axes.set_yticks(range(max(ranks) + 1) if max(ranks) <= 8 else [0, *ranks])
     axes.set_xlim(min(ranks) - 0.25, max(ranks) + 0.25)
     axes.set_ylim(0, max(ranks) + 0.4)
     axes.set_xlabel("tensor-parallel ranks")

@@ -1,11 +1,13 @@
 """Write a timeline as Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
 
 Each rank is a process with three tracks: compute, communication, and its messages, from which arrows lead to the
-receiver's. Times are whole nanoseconds printed as microseconds, so that rounding cannot make slices overlap.
+receiver's. Times are multiples of 1/8 microsecond, which binary fractions hold exactly: no reader's rounding can make
+slices overlap.
 """
 
 import itertools
 import json
+import math
 import os
 from pathlib import Path
 
@@ -18,24 +20,21 @@ def trace_events(timeline):
     events = []
     for rank in range(timeline.ranks):
         events.append(_name(rank, 0, "process_name", f"rank {rank}"))
+        events.append({**_name(rank, 0, "process_sort_index", ""), "args": {"sort_index": rank}})
         events += [_name(rank, track, "thread_name", name) for track, name in enumerate(TRACKS)]
         for s in timeline.flat(rank):
             if s.kind != "idle":
                 track = COMMUNICATION if s.kind in ("communication", "wait") else COMPUTE
                 name = s.name if track == COMPUTE or s.kind != "wait" else f"wait: {s.name}"
-                events.append(_slice(rank, track, name, s.kind, _ns(s.start), _ns(s.end)))
+                events.append(_slice(rank, track, name, s.kind, _us(s.start), _us(s.end)))
         events += _message_slices(timeline.messages, rank)
-    # A stable sort by time keeps each slice ahead of the arrow that starts or ends in it.
-    events.sort(key=lambda e: (e.get("ts", -1), e["ph"] != "X"))
-    for event in events:
-        for key in ("ts", "dur"):
-            if key in event:
-                event[key] /= 1000
+    # The sort is stable, so each slice stays just ahead of the arrow that starts or ends in it.
+    events.sort(key=lambda e: e.get("ts", -1))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _ns(seconds):
-    return max(0, round(seconds * 1e9))
+def _us(seconds):
+    return max(0, round(seconds * 8e6)) / 8
 
 
 def _name(rank, track, what, name):
@@ -49,12 +48,17 @@ def _slice(rank, track, name, kind, start, end, **args):
 
 
 def _message_slices(messages, rank):
-    """A short slice for each message that the rank sends or receives, and the end of the arrow in it."""
-    ends = [(_ns(m.sent), "s", m) for m in messages if m.source == rank]
-    ends += [(max(_ns(m.received), _ns(m.sent)), "f", m) for m in messages if m.dest == rank]
+    """A short slice for each message that the rank sends or receives, and the end of the arrow in it.
+
+    Ends at one time nest: an arrow needs a slice that is longer than nothing.
+    """
+    ends = [(_us(m.sent), "s", m) for m in messages if m.source == rank]
+    ends += [(max(_us(m.received), _us(m.sent)), "f", m) for m in messages if m.dest == rank]
     ends.sort(key=lambda end: (end[0], end[1] == "s", end[2].number))
-    for i, (at, phase, m) in enumerate(ends):
-        until = min(at + 1000, ends[i + 1][0]) if i + 1 < len(ends) else at + 1000
+    times = sorted({end[0] for end in ends})
+    following = dict(itertools.pairwise([*times, math.inf]))
+    for at, phase, m in ends:
+        until = min(at + 1, following[at])
         verb, peer = ("send to", m.dest) if phase == "s" else ("from", m.source)
         yield _slice(rank, MESSAGES, f"{verb} rank {peer}", "message", at, until, operation=m.operation, bytes=m.nbytes)
         arrow = {
@@ -88,26 +92,34 @@ def write_atomically(path, data):
 
 
 def validate(trace):
-    """What is wrong with a trace, as sentences: negative times, overlapping slices, arrows that do not pair up."""
-    problems, tracks, arrows, named = [], {}, {}, set()
+    """What is wrong with a trace, as sentences: bad times, slices that do not nest, arrows that do not pair up."""
+    problems, named, open_slices, arrows, latest = [], set(), {}, {}, 0
     for e in trace["traceEvents"]:
         where = e["pid"], e["tid"]
         if e["ph"] == "M":
             named.add(where)
             continue
-        if e["ts"] < 0 or e.get("dur", 0) < 0:
-            problems.append(f"{e['name']} on {where} has a negative time")
+        if e["ph"] not in ("X", "s", "f"):
+            problems.append(f"{e['name']} on {where} has the unknown phase {e['ph']!r}")
+            continue
+        if not (0 <= e["ts"] < math.inf and 0 <= e.get("dur", 0) < math.inf):
+            problems.append(f"{e['name']} on {where} has a negative or endless time")
+        if e["ts"] < latest:
+            problems.append(f"{e['name']} on {where} comes after a later event")
         if where not in named:
             problems.append(f"track {where} has no name")
-        if e["ph"] == "X":
-            tracks.setdefault(where, []).append((e["ts"], e["ts"] + e["dur"]))
+        latest = e["ts"]
+        around = open_slices.setdefault(where, [])  # ends of the slices that are open now, outermost first
+        while around and around[-1] <= latest:
+            around.pop()
+        if e["ph"] != "X":
+            arrows.setdefault(e["id"], []).append((e["ph"], latest))
+            if not around:
+                problems.append(f"an arrow of message {e['id']} on {where} is in no slice")
+        elif around and latest + e["dur"] > around[-1]:
+            problems.append(f"slices overlap on track {where}: {e['name']}")
         else:
-            arrows.setdefault(e["id"], []).append((e["ph"], e["ts"]))
-    for where, slices in tracks.items():
-        slices.sort()
-        overlaps = sum(b[0] < a[1] - 1e-6 for a, b in itertools.pairwise(slices))
-        if overlaps:
-            problems.append(f"{overlaps} slices overlap on track {where}")
+            around.append(latest + e["dur"])
     for number, ends in arrows.items():
         if sorted(phase for phase, _ in ends) != ["f", "s"] or dict(ends)["f"] < dict(ends)["s"]:
             problems.append(f"message {number} is not sent once and received once afterwards: {ends}")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Span(NamedTuple):
     """`kind` of work from `start` to `end` (seconds on the recorder's clock).
 
-    kind: forward, backward, optimizer (compute regions); communication, wait (inside them: moving a message, and
-    waiting for a peer who has not come to it yet).
+    kind: forward, backward, weight_gradient, optimizer, other (compute regions, which may nest); communication, wait
+    (inside them: moving a message, and waiting for a peer who has not come to it yet).
     """
 
     rank: int

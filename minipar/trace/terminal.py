@@ -1,4 +1,4 @@
-"""A timeline as coloured text: one row a rank, one letter for what the rank did most in that slice of time."""
+"""A timeline as coloured text: one row a rank, one letter a slice of time, as many of a letter as its share."""
 
 from rich.text import Text
 
@@ -7,6 +7,7 @@ LETTERS = {  # kind: (letter, style, what the legend says)
     "backward": ("B", "black on spring_green3", "backward"),
     "weight_gradient": ("W", "black on light_sky_blue1", "weight gradient"),
     "optimizer": ("O", "black on orchid", "optimizer"),
+    "other": ("X", "black on grey62", "other"),
     "communication": ("C", "black on orange1", "communication"),
     "wait": ("·", "grey50", "waiting"),
     "idle": ("·", "grey50", "waiting"),
@@ -24,8 +25,7 @@ def render(timeline, width=100):
             used.add(kind)
             text.append(LETTERS[kind][0], LETTERS[kind][1])
         text.append("\n")
-    end = f"{timeline.end * 1e3:.0f} ms"
-    text.append(" " * label + "0 ms" + end.rjust(columns - 4) + "\n\n" + " " * label)
+    text.append(" " * label + _axis(timeline.end * 1e3, columns) + "\n\n" + " " * label)
     legend = {LETTERS[kind] for kind in used}
     for letter, style, name in dict.fromkeys(entry for entry in LETTERS.values() if entry in legend):
         text.append(letter, style)
@@ -33,11 +33,31 @@ def render(timeline, width=100):
     return text
 
 
+def _axis(end, columns):
+    """Four marks, each at the left of what it means, and the `end` (ms) at the right."""
+    marks = [f"{end * i / 4:.0f}" if end >= 100 else f"{end * i / 4:.3g}" for i in range(5)]
+    cuts = [columns * i // 4 for i in range(5)]
+    fields = [mark.ljust(b - a) for mark, a, b in zip(marks, cuts, cuts[1:], strict=False)]
+    last = f" {marks[-1]} ms"
+    return "".join(fields)[: columns - len(last)] + last
+
+
 def _cells(spans, end, columns):
-    """For each of `columns` equal slices of time, the kind that takes most of it."""
+    """The kind to show in each of `columns` equal slices of time.
+
+    A slice's time is added to what each kind is owed; the kind that is owed most is shown, and pays one slice. So waits
+    much shorter than a slice are not lost: they show as often as they add up to one.
+    """
     cells = [{} for _ in range(columns)]
     for s in spans:
         first, last = s.start / end * columns, s.end / end * columns
         for i in range(int(first), min(columns, int(last) + 1)):
             cells[i][s.kind] = cells[i].get(s.kind, 0.0) + min(i + 1, last) - max(i, first)
-    return [max(cell, key=cell.get) if cell else "idle" for cell in cells]
+    owed, shown = {}, []
+    for cell in cells:
+        for kind, share in cell.items():
+            owed[kind] = owed.get(kind, 0.0) + share
+        # Only what happened in the slice may stand there.
+        shown.append(max(cell, key=owed.get) if cell else "idle")
+        owed[shown[-1]] = owed.get(shown[-1], 0.0) - 1
+    return shown

@@ -6,7 +6,7 @@ import numpy as np
 
 from minipar.trace.recorder import Message, Span
 
-INNER = ("communication", "wait")  # these happen inside compute regions and are cut out of them
+INNER = ("communication", "wait")  # these happen inside compute regions
 WAITING = ("wait", "idle")
 
 
@@ -51,7 +51,8 @@ class Timeline:
         """How far each rank's clock is ahead of rank 0's, in seconds; zeros where no message contradicts that.
 
         No message arrives before it was sent, so offset[dest] - offset[source] is at most the fastest trip between the
-        two. Shortest paths over these bounds are the bounds on every offset; the middle of them is taken, as NTP does.
+        two. Shortest paths over these bounds are the bounds on every offset; the middle of them is taken, as NTP does,
+        or the bound itself where messages went one way only.
         """
         bound = np.full((self.ranks, self.ranks), np.inf)
         for m in self.messages:
@@ -61,39 +62,36 @@ class Timeline:
         for via in range(self.ranks):
             bound = np.minimum(bound, bound[:, via : via + 1] + bound[via : via + 1, :])
         highest, lowest = bound[0], -bound[:, 0]
-        known = np.isfinite(highest) & np.isfinite(lowest)
+        highest = np.where(np.isfinite(highest), highest, lowest)
+        lowest = np.where(np.isfinite(lowest), lowest, highest)
+        known = np.isfinite(highest)
         known[0] = False  # rank 0's clock is the one that counts
-        return np.where(known, (np.where(known, highest, 0) + np.where(known, lowest, 0)) / 2, 0.0)
+        return np.add(highest, lowest, out=np.zeros(self.ranks), where=known) / 2
 
     @property
     def end(self):
         return max((s.end for s in self.spans), default=0.0)
 
     def flat(self, rank):
-        """The rank's spans in order without overlaps: regions less what happens inside, gaps filled with "idle"."""
-        own = sorted((s for s in self.spans if s.rank == rank), key=lambda s: (s.start, s.end))
-        inner = [s for s in own if s.kind in INNER]
-        pieces = list(inner)
-        for region in (s for s in own if s.kind not in INNER):
-            at = region.start
-            for s in inner:
-                if s.end > region.start and s.start < region.end:
-                    if s.start > at:
-                        pieces.append(region._replace(start=at, end=s.start))
-                    at = max(at, s.end)
-            if at < region.end:
-                pieces.append(region._replace(start=at))
-        pieces.sort(key=lambda s: s.start)
-        filled, at = [], 0.0
-        for s in pieces:
-            if s.start > at:
-                filled.append(Span(rank, "idle", "idle", at, s.start))
-            if s.end > at:
-                filled.append(s._replace(start=max(s.start, at)))
-                at = s.end
-        if at < self.end:
-            filled.append(Span(rank, "idle", "idle", at, self.end))
-        return filled
+        """The rank's spans in order without overlaps: at each moment the innermost one, and "idle" where none runs."""
+        own = [s for s in self.spans if s.rank == rank and s.end > s.start]
+        own.sort(key=lambda s: (s.start, -s.end, s.kind in INNER))  # an outer span comes before what is inside it
+        pieces, running, at = [], [], 0.0
+
+        def fill(until):
+            nonlocal at
+            while at < until:
+                while running and running[-1].end <= at:
+                    running.pop()
+                innermost = running[-1] if running else Span(rank, "idle", "idle", at, until)
+                pieces.append(innermost._replace(start=at, end=min(until, innermost.end)))
+                at = pieces[-1].end
+
+        for s in own:
+            fill(s.start)
+            running.append(s)
+        fill(self.end)
+        return pieces
 
     def seconds(self, rank):
         """kind -> seconds of the rank, summing to the length of the timeline."""
