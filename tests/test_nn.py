@@ -149,6 +149,17 @@ def test_sgd_against_the_formula_and_frozen_parameters():
     assert parameter.data[0] == pytest.approx(p) and frozen.data[0] == 1 and list(optimizer.state) == [0]
 
 
+@pytest.mark.parametrize("optimizer", [optim.SGD, optim.AdamW])
+def test_parameters_that_are_not_contiguous_are_updated(optimizer):
+    assert nn.Parameter(np.array(1.0)).shape == ()
+    parameter = nn.Parameter(np.ones((3, 4)).T)
+    for _ in range(2):
+        before = parameter.data.copy()
+        parameter.grad = np.arange(1.0, 13).reshape(4, 3)
+        optimizer([parameter], lr=0.1).step()
+        assert (parameter.data < before).all()
+
+
 def test_a_gpt_learns_a_sequence_by_heart():
     config = nn.GPTConfig(vocab_size=8, context=8, width=16, layers=1, heads=2)
     model = nn.GPT(config)

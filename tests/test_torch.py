@@ -10,7 +10,38 @@ from minipar.autograd import functional as F
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 T = torch.nn.functional
 
+TARGETS = np.array([[1, -100, 0], [3, 2, 2]])
+
+
+def torch_attention(x):
+    q, k, v = (x[:, :, :, i].transpose(1, 2) for i in range(3))
+    return T.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
 CASES = {
+    "cross entropy": (
+        lambda z: F.cross_entropy(z, TARGETS),
+        lambda z: T.cross_entropy(z.reshape(-1, 4), torch.tensor(TARGETS).reshape(-1)),
+        (2, 3, 4),
+    ),
+    "embedding": (
+        lambda w: F.embedding(w, TARGETS % 5),
+        lambda w: T.embedding(torch.tensor(TARGETS % 5), w),
+        (5, 3),
+    ),
+    "attention": (lambda x: F.causal_attention(x, None), torch_attention, (2, 5, 3, 3, 4)),
+    "exp, tanh": (lambda x: x.exp() - x.tanh(), lambda x: x.exp() - x.tanh(), (4, 5)),
+    "log, sqrt": (lambda x: (x * x).sqrt().log(), lambda x: (x * x).sqrt().log(), (4, 5)),
+    "pow, relu": (lambda x: x.relu() - x**3, lambda x: x.relu() - x**3, (4, 5)),
+    "max": (lambda x: x.max(1) * x.max(), lambda x: x.amax(1) * x.amax(), (4, 5)),
+    "concatenate": (lambda a, b: F.concatenate([a, b], -1), lambda a, b: torch.cat([a, b], -1), (2, 5), (2, 3)),
+    "getitem": (lambda x: x[[0, 2, 0], 1:], lambda x: x[[0, 2, 0], 1:], (4, 5)),
+    "where": (
+        lambda a, b: F.where(np.eye(4, 5) > 0, a, b),
+        lambda a, b: torch.where(torch.eye(4, 5) > 0, a, b),
+        (4, 5),
+        (5,),
+    ),
     "gelu": (F.gelu, lambda x: T.gelu(x, approximate="tanh"), (4, 5)),
     "softmax": (F.softmax, lambda x: T.softmax(x, -1), (4, 5)),
     "layer norm": (F.layer_norm, lambda x, w, b: T.layer_norm(x, (5,), w, b), (4, 5), (5,), (5,)),

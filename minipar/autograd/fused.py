@@ -189,11 +189,11 @@ class CrossEntropy(Function):
         for rows in blocks(xp, len(z), classes):
             p = probs[rows]
             peak = z[rows].max(axis=1, keepdims=True)
-            xp.subtract(z[rows], peak, out=p)
+            xp.subtract(z[rows], xp.where(peak == -math.inf, 0, peak), out=p)
             at = xp.arange(len(p))
             losses[rows] = -p[at, t[rows]]
             xp.exp(p, out=p)
-            total = p.sum(axis=1, keepdims=True)
+            total = xp.maximum(p.sum(axis=1, keepdims=True), 1)  # 0 where the whole row is -inf, else 1 or more
             losses[rows] += xp.log(total[:, 0])
             p /= total
         ctx.count = max(1, int(labelled.sum()))

@@ -67,7 +67,7 @@ def _compare(name):
 
 
 Tensor.__add__, Tensor.__radd__ = _binary(ops.Add)
-Tensor.__sub__ = lambda a, b: a + (-b)
+Tensor.__sub__ = lambda a, b: a + (-pair(a, b)[1])  # converted first: an unsigned b would wrap
 Tensor.__rsub__ = lambda a, b: b + (-a)
 Tensor.__mul__, Tensor.__rmul__ = _binary(ops.Mul)
 Tensor.__truediv__, Tensor.__rtruediv__ = _binary(ops.Div)
@@ -75,7 +75,7 @@ Tensor.__matmul__, Tensor.__rmatmul__ = _binary(ops.MatMul)
 Tensor.__gt__, Tensor.__ge__ = _compare("__gt__"), _compare("__ge__")
 Tensor.__lt__, Tensor.__le__ = _compare("__lt__"), _compare("__le__")
 Tensor.__neg__ = lambda x: ops.Neg.apply(x)
-Tensor.__pow__ = lambda x, exponent: ops.Pow.apply(x, exponent=exponent)
+Tensor.__pow__ = lambda x, exponent: ops.Pow.apply(x, exponent=float(exponent))
 Tensor.__getitem__ = lambda x, index: ops.GetItem.apply(x, index=index)
 Tensor.exp = lambda x: ops.Exp.apply(x)
 Tensor.log = lambda x: ops.Log.apply(x)

@@ -88,7 +88,7 @@ class Function:
         context = Context(tuple(enabled and isinstance(x, Tensor) and x.requires_grad for x in inputs))
         data = cls.forward(context, *(x.data if isinstance(x, Tensor) else x for x in inputs), **options)
         result = Tensor(data, version=inputs[0].version if cls.view else None)
-        if any(context.needs_grad):
+        if any(context.needs_grad) and is_floating(result.dtype):
             edges = tuple((x.node or x) if need else None for x, need in zip(inputs, context.needs_grad, strict=True))
             result.requires_grad = True
             result.node = Node(cls, context, edges, _versions(context.saved, (*inputs, result)))
@@ -225,7 +225,8 @@ def _walk_back(root, grad, retain_graph):
         grad = grads.pop(node, None)
         if isinstance(node, Tensor):
             if grad is not None:
-                node._accumulate(grad, node in fresh)
+                # Operands of two dtypes leave a gradient of the wider one.
+                node._accumulate(grad.astype(node.dtype, copy=False), node in fresh)
             continue
         results = (None,) * len(node.edges) if grad is None else node.backward(grad)
         if not retain_graph:

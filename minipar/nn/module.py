@@ -15,6 +15,7 @@ class Parameter(Tensor):
 
     def __init__(self, data, shard=None):
         super().__init__(data, requires_grad=True)
+        self.data = arrays.array_module(self.data).asarray(self.data, order="C")  # optimizers update it as a flat view
         self.shard = shard
 
 
