@@ -88,7 +88,8 @@ def draw_speedup(axes, ranks, measured, by_compute, cores, title):
         axes.axhline(cores, color="#555555", linewidth=1.5, linestyle="--", label=limit)
     for values, offset, colour in ((by_compute, 12, COLOURS["forward"]), (measured, -24, "#D55E00")):
         for x, y in list(zip(ranks, values, strict=True))[1:]:
-            axes.annotate(f"{y:.2f}x", (x, y), (0, offset), textcoords="offset points", ha="center", color=colour)
+            axes.annotate(f"{y:.2f}x", (x, y), (0, offset), textcoords="offset points", ha="center", color=colour,
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     axes.set_xticks(ranks)
     axes.set_yticks(range(max(ranks) + 1) if max(ranks) <= 8 else [0, *ranks])
     axes.set_xlim(min(ranks) - 0.25, max(ranks) + 0.25)
