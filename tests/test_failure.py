@@ -47,7 +47,7 @@ def alive(pid):
         ("thread", 1, "IndexError"),
         ("import", None, "ImportError: planted"),
         ("early", None, "ImportError: planted"),
-        ("kill", None, "9"),
+        ("kill", None, "minipar: rank 2 of 4 (process "),
         ("everywhere", 1, "minipar: rank 0 of 4 failed:"),
     ],
 )

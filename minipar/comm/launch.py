@@ -12,6 +12,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from minipar.comm import watch
 from minipar.comm.thread import ThreadCommunicator, ThreadWorld
 from minipar.context import RankContext, activate
 from minipar.errors import LaunchError
@@ -158,7 +159,9 @@ def _run_mpi(fn, ranks, args, timeout, launched):
 
     world = MPICommunicator(MPI.COMM_WORLD, timeout)
     keep_memory()
-    threadpool_limits(blas_limit(MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_size()), "blas")
+    local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    threadpool_limits(blas_limit(local.Get_size()), "blas")
+    watch.start(local, world.rank, world.size)
     try:
         if ranks not in (None, world.size):
             raise SystemExit(f"minipar: {ranks} ranks were asked for, but mpirun started {world.size}: leave one out.")
@@ -168,6 +171,9 @@ def _run_mpi(fn, ranks, args, timeout, launched):
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
         _abort(error)
+    finally:
+        if local.Get_rank() == 0:
+            watch.dismiss()
 
 
 def _abort(error):
@@ -187,6 +193,7 @@ def _abort(error):
     print(text, file=sys.stderr, flush=True)
     time.sleep(0.2)  # the launcher passes on what was said, but drops it once it hears of the abort
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    watch.dismiss()
     if "mpi4py.MPI" not in sys.modules:
         # To start MPI now would wait for ranks that may never start it, and a launcher overlooks an exit before that:
         # only a signal makes it end the others.

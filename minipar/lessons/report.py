@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import minipar
-from minipar.collectives import all_gather
 from minipar.comm.launch import available_cores, blas_threads
 from minipar.errors import DeviceError, LaunchError, ShapeError
 from minipar.trace import perfetto, terminal
@@ -95,17 +94,14 @@ class Report:
             file=stream, quiet=not self.speaks, force_terminal=self.live or None, width=width, highlight=False
         )
 
-    def machine(self, world):
-        """What this run is: ranks, transport, cores, threads, device. Every rank calls it."""
-        pids = all_gather(np.array([os.getpid()]), world, sizes=[1] * world.size)
+    def machine(self):
+        """What this run is: ranks, transport, cores, threads, device."""
         f = self.figures
         ranks = f"{f['ranks']} rank{'s' * (f['ranks'] > 1)} ({f['transport']})"
         self.print(
             f"[bold]minipar lesson: {f['lesson']}[/]\n{ranks} on {self.cores} cores, {f['blas_threads_per_rank']} BLAS "
             f"thread(s) a rank, {f['dtype']}, device {f['device']}, model size {f['size']}"
         )
-        if len(set(pids.tolist())) > 1:  # when a process is killed, the launcher names it by its id alone
-            self.print(f"Process ids of ranks 0 to {world.size - 1}: {' '.join(map(str, pids))}")
 
     def print(self, text=""):
         self.console.print(text)

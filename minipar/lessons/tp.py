@@ -44,7 +44,7 @@ def lesson(world, args):
     corpus.batch(0, samples, config.context), corpus.held_out_batch(samples, config.context)
     model = tensor_parallel(GPT(config), DeviceMesh(world, tp=world.size)).to(xp)
 
-    report.machine(world)
+    report.machine()
     show_split(report, config, model, world)
     predicted = predict(report, config, samples, world)
     prove(report, config, model, corpus.batch(0, samples, config.context), world, xp)
