@@ -23,6 +23,8 @@ from minipar.errors import CommunicationTimeout
 STAMP = struct.Struct("<dq")  # sender's clock, message number
 CLAIM = struct.Struct("<q16s88s")  # bytes, dtype, operation
 
+give_way = getattr(os, "sched_yield", lambda: time.sleep(0))  # not every system has it
+
 
 @lru_cache(maxsize=4096)  # a training step says the same few hundred things again and again
 def claim(operation, dtype, nbytes):
@@ -64,7 +66,7 @@ class MPIRequest(Request):
         while not part.Test():
             polls += 1
             if polls < 300:
-                os.sched_yield()
+                give_way()
                 continue
             waited = clock() - start
             time.sleep(min(1e-3, waited / 20))  # wakes at most 5 % of the wait too late
