@@ -4,12 +4,15 @@ import sys
 
 import numpy as np
 
-from minipar.errors import DeviceError
+from minipar.errors import DeviceError, DTypeError
 
 
 def array_module(x):
     """The module whose array type `x` is: `numpy`, `cupy`, or a stand-in for it in tests."""
-    return sys.modules[type(x).__module__.partition(".")[0]]
+    name = type(x).__module__.partition(".")[0]
+    if name == "builtins":
+        raise DTypeError(f"an array of NumPy or CuPy is needed here, not a {type(x).__name__}.")
+    return sys.modules[name]
 
 
 def device(name):

@@ -327,6 +327,8 @@ def test_one_mib_on_four_ranks_sends_one_and_a_half():
 
 def test_what_cannot_be_done_is_said():
     def main(world):
+        with pytest.raises(DTypeError, match="needed here, not a list"):
+            all_reduce([1, 2], world)
         with pytest.raises(DTypeError, match="mean of int64"):
             all_reduce(np.arange(3), world, op="mean")
         with pytest.raises(ValueError, match="op 'average' is unknown: choose one of sum, mean"):
