@@ -15,13 +15,15 @@ setup: .venv/ready ## make .venv and install minipar with MPICH and the developm
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "minipar needs Python 3.11 or newer; name one with: make PYTHON=python3.12"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || \
 		{ echo "Python's venv module is missing; on Debian: apt install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mpich,dev]'
 	@touch $@
 
 # Under mpirun no rank sees a terminal, so the lesson is told whether there is one.
 lesson: .venv/ready ## run a lesson: make lesson LESSON=tp RANKS=4 ARGS="--steps 20"
+	@test -f minipar/lessons/$(LESSON).py || \
+		{ echo "There is no lesson $(LESSON); these are:"; $(BIN)/python -m minipar lessons; exit 1; }
 	@test -t 1 && live=--live; $(BIN)/mpirun -n $(RANKS) $(BIN)/python -m minipar.lessons.$(LESSON) $$live $(ARGS)
 
 test: .venv/ready ## the whole suite, MPI ranks included
@@ -40,7 +42,7 @@ figures: .venv/ready ## draw figures/ anew from real runs
 	$(BIN)/mpirun -n 4 $(BIN)/python -m minipar.lessons.tp
 
 lint: .venv/ready ## ruff and the import contract
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+	$(BIN)/ruff check minipar tests && $(BIN)/ruff format --check minipar tests && $(BIN)/lint-imports
 
 lines: .venv/ready ## code lines by folder beside the budget
 	@$(BIN)/python tests/lines.py

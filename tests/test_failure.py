@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import minipar
-from minipar.collectives import all_reduce
+from minipar.collectives import all_reduce, broadcast
 from minipar.comm.launch import mpirun_path
 from minipar.errors import CommunicationTimeout, DeadlockError, LaunchError, MessageMismatch, RankFailed
 
@@ -47,7 +47,7 @@ def alive(pid):
         ("thread", 1, "IndexError"),
         ("import", None, "ImportError: planted"),
         ("early", None, "ImportError: planted"),
-        ("kill", None, "minipar: rank 2 of 4 (process "),
+        ("kill", None, "minipar: rank 2 of 4 died without a word"),
         ("everywhere", 1, "minipar: rank 0 of 4 failed:"),
     ],
 )
@@ -183,3 +183,45 @@ def test_mp4_without_mpi4py_threads_work_and_mpi_is_explained(tmp_path):
 def test_too_few_ranks():
     with pytest.raises(LaunchError, match="0 ranks"):
         minipar.run(lambda world: None, ranks=0)
+
+
+def test_a_message_that_nobody_took_is_an_error():
+    with pytest.raises(MessageMismatch, match=r"rank 0 sent 'lost' \(8 bytes\) to rank 1, which has ended"):
+        minipar.run(lambda world: world.rank or world.send(np.ones(1), 1, "lost"), ranks=2)
+
+
+def test_broadcast_from_two_roots_is_a_mismatch():
+    with pytest.raises((MessageMismatch, DeadlockError)):
+        minipar.run(lambda world: broadcast(np.ones(1), world, root=world.rank), ranks=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_whoever_is_killed_first_is_named(mpi, programs, victim):
+    for _ in range(5):
+        result = mpi([programs / "killed.py", victim], ranks=4)
+        assert f"minipar: rank {victim} of 4 died without a word" in result.stderr
+        assert result.stderr.count("died without a word") == 1
+
+
+@pytest.mark.slow
+def test_runs_inside_and_after_runs_end_quietly(mpi):
+    code = (
+        "import minipar, os\n"
+        "inner = minipar.run(lambda w: minipar.run(lambda v: v.size))\n"
+        "os.write(1, f'{inner} {minipar.run(lambda w: w.size)}\\n'.encode())"
+    )
+    result = mpi(["-c", code], ranks=2)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "[[2]] [2]\n" * 2
+
+
+@pytest.mark.slow
+def test_nothing_runs_on_after_a_failure(mpi):
+    code = (
+        "import minipar, os\n"
+        "try:\n    minipar.run(lambda w: 1 / w.rank if w.rank == 0 else w.barrier())\n"
+        "finally:\n    os.write(1, b'ran on')"
+    )
+    result = mpi(["-c", code], ranks=2)
+    assert result.returncode and "ZeroDivisionError" in result.stderr and "ran on" not in result.stdout

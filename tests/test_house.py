@@ -28,7 +28,7 @@ def test_ruff_is_content():
     if not tool:
         pytest.skip("ruff is not installed")
     for command in (["check", "--no-cache"], ["format", "--check", "--no-cache"]):
-        result = run(tool, *command, ".")
+        result = run(tool, *command, "minipar", "tests")
         assert result.returncode == 0, result.stdout
 
 

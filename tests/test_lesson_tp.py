@@ -12,6 +12,7 @@ import pytest
 import minipar
 from minipar import arrays
 from minipar.lessons import report, tp
+from minipar.parallel.tensor import CopyToTensorParallelRegion
 from minipar.trace import perfetto
 
 TINY = ["-m", "minipar.lessons.tp", "--size", "tiny", "--steps", "12", "--json", "out/tp.json"]
@@ -87,7 +88,10 @@ def test_no_steps_and_live_bar(tmp_path):
         (["--ranks", "0"], "0 ranks cannot be started"),
         (["--text", "missing.txt"], "the text 'missing.txt' cannot be read"),
         (["--text", "short.txt"], "is too short for a context of 16"),
-        (["--json", "short.txt/tp.json"], "the folder 'short.txt' cannot be made"),
+        (["--json", "short.txt/tp.json"], "nothing can be written to 'short.txt/tp.json'"),
+        (["--json", "."], "is no regular file"),
+        (["--json", "/dev/full"], "is no regular file"),
+        (["--json", ""], "--json needs a file"),
         (["--steps", "-1"], "--steps must be 0 or more"),
         (["--dropout", "1.5"], "dropout is a probability"),
         (["--size", "huge"], "invalid choice: 'huge'"),
@@ -137,3 +141,25 @@ def test_cuda_without_a_gpu_is_a_sentence(tmp_path):
     result = plain([*TINY, "--device", "cuda", "--ranks", "2"], tmp_path)
     if result.returncode:
         assert result.stderr.startswith('minipar: device "cuda" needs') and "Traceback" not in result.stderr
+
+
+def test_a_wrong_model_ends_the_lesson(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CopyToTensorParallelRegion, "backward", lambda ctx, grad: grad)
+    args = report.parser("", tp.SIZES, 1).parse_args(["--size", "tiny", "--no-figure"])
+    with pytest.raises(SystemExit, match="NOT the whole one"):
+        minipar.run(tp.lesson, 2, args)
+
+
+def test_json_follows_links_and_odd_environments_are_survived(tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    arguments = ["-m", "minipar.lessons.tp", "--size", "tiny", "--steps", "0", "--ranks", "2", "--no-figure"]
+    result = plain([*arguments, "--json", "link.json"], tmp_path, COLUMNS="abc")
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "real.json").read_text())["steps"] == 0
+    result = plain(arguments, tmp_path, MINIPAR_BLAS_THREADS="x")
+    assert (
+        result.returncode
+        and result.stderr == "minipar: MINIPAR_BLAS_THREADS must be a whole number from 1 on, not 'x'.\n"
+    )

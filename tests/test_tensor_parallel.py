@@ -1,5 +1,7 @@
 """Tensor parallelism equals one process, at sizes that divide and sizes that do not."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -138,6 +140,43 @@ def test_verification_sees_the_classic_mistakes(monkeypatch, layer, mistake):
     monkeypatch.setattr(layer, "forward", mistake)
     result = compare(TINY, 2, batch_of(TINY), tp=2)
     assert result.gradient_relative_error > 1e-3 and result.worst_parameter
+
+
+def test_verification_is_not_fooled():
+    def nan(world):
+        parallel = tensor_parallel(nn.GPT(TINY), DeviceMesh(world, tp=2))
+        parallel.blocks[0].ln1.weight.data[0] = np.nan
+        return equivalent(nn.GPT(TINY), parallel, batch_of(TINY), world)
+
+    result = minipar.run(nan, ranks=2)[0]
+    assert result.loss_relative_error == result.gradient_relative_error == math.inf and result.worst_parameter
+
+    def lost(world):
+        parallel = tensor_parallel(nn.GPT(TINY), DeviceMesh(world, tp=2))
+        parallel.named_parameters = lambda: [(n, p) for n, p in nn.Module.named_parameters(parallel) if "ln" not in n]
+        return equivalent(nn.GPT(TINY), parallel, batch_of(TINY), world)
+
+    with pytest.raises(ShapeError, match="do not have the same parameters"):
+        minipar.run(lost, ranks=2)
+    with pytest.raises(ShapeError, match="1 steps prove too little"):
+        minipar.run(lambda world: equivalent(None, None, None, world, steps=1), ranks=1)
+
+    def frozen(world):
+        models = nn.GPT(TINY), tensor_parallel(nn.GPT(TINY), DeviceMesh(world, tp=2))
+        for model in models:
+            model.wpe.weight.requires_grad = False
+        return equivalent(*models, batch_of(TINY), world)
+
+    check(minipar.run(frozen, ranks=2)[0], 1e-10)
+
+
+def test_a_model_is_split_once():
+    def main(world):
+        mesh = DeviceMesh(world, tp=2)
+        tensor_parallel(tensor_parallel(nn.GPT(TINY), mesh), mesh)
+
+    with pytest.raises(ShapeError, match="split already"):
+        minipar.run(main, ranks=2)
 
 
 def test_replicas_equal_sees_one_different_bit():

@@ -109,7 +109,8 @@ class Tensor:
     """An array that remembers how it was computed.
 
     data: a NumPy or CuPy array (anything else is made a NumPy array). requires_grad: only floating dtypes can.
-    `grad` is an array like `data`, filled by `backward`; gradients add up until they are set to None.
+    `grad` is an array like `data`, filled by `backward`; gradients add up until they are set to None. Write in place
+    through `tensor[...] = value`; who writes to `data` itself must call `changed()`, or a backward may be wrong.
     """
 
     # NumPy leaves `array + tensor` to Tensor's reflected operators when it sees this.

@@ -64,7 +64,7 @@ def bench_step(against=None, rounds=11, advance=lambda text: None):
 
     against: "torch" to measure PyTorch's eager step too. advance: called with a text after each round. Returns a dict
     with minipar_ms, limit_ms (the matrix products alone), tokens_per_second and, against a peer, peer, peer_ms, ratio
-    (minipar's time over the peer's; below 1 minipar is faster).
+    (median over the rounds of minipar's time over the peer's; below 1 minipar is faster).
     """
     config = GPTConfig()
     pieces = rng.integers(config.vocab_size, BATCH * (config.context + 1), 0, "bench").reshape(BATCH, -1)

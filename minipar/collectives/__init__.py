@@ -101,7 +101,7 @@ def broadcast(x, comm, root=0, out=None, operation="broadcast"):
     target = out if out.flags.c_contiguous else array_module(x).empty(x.shape, x.dtype)
     if comm.rank == root and target is not x:
         target[...] = x
-    tree.broadcast(target.reshape(-1), comm, root, operation)
+    tree.broadcast(target.reshape(-1), comm, root, f"{operation} from {root}")
     if target is not out:
         out[...] = target
     return out

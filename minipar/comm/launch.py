@@ -45,7 +45,10 @@ def blas_threads():
 
 def blas_limit(local_ranks):
     """What minipar.run sets: an equal share of the cores, at least one, or MINIPAR_BLAS_THREADS."""
-    return int(os.environ.get("MINIPAR_BLAS_THREADS", 0)) or max(1, available_cores() // local_ranks)
+    own = os.environ.get("MINIPAR_BLAS_THREADS", "")
+    if own and (not own.isdigit() or own == "0"):
+        raise LaunchError(f"MINIPAR_BLAS_THREADS must be a whole number from 1 on, not {own!r}.")
+    return int(own) if own else max(1, available_cores() // local_ranks)
 
 
 def keep_memory():
@@ -92,6 +95,7 @@ def _run_threads(fn, ranks, args, timeout):
         if rank is not None:
             error.add_note(f"raised on rank {rank} of {ranks} (threads)")
         raise error
+    world.check_all_received()
     return results
 
 
@@ -161,19 +165,17 @@ def _run_mpi(fn, ranks, args, timeout, launched):
     keep_memory()
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     threadpool_limits(blas_limit(local.Get_size()), "blas")
-    watch.start(local, world.rank, world.size)
-    try:
-        if ranks not in (None, world.size):
-            raise SystemExit(f"minipar: {ranks} ranks were asked for, but mpirun started {world.size}: leave one out.")
-        with activate(RankContext(world=world)):
+    with watch.over(local, world.rank, world.size), activate(RankContext(world=world)):
+        try:
+            if ranks not in (None, world.size):
+                raise SystemExit(
+                    f"minipar: {ranks} ranks were asked for, but mpirun started {world.size}: leave one out."
+                )
             return fn(world, *args)
-    except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            raise
-        _abort(error)
-    finally:
-        if local.Get_rank() == 0:
-            watch.dismiss()
+        except BaseException as error:
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                raise
+            _abort(error)
 
 
 def _abort(error):
@@ -193,12 +195,14 @@ def _abort(error):
     print(text, file=sys.stderr, flush=True)
     time.sleep(0.2)  # the launcher passes on what was said, but drops it once it hears of the abort
     code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    watch.dismiss()
+    watch.tell(watch.REASON_SAID)
     if "mpi4py.MPI" not in sys.modules:
         # To start MPI now would wait for ranks that may never start it, and a launcher overlooks an exit before that:
         # only a signal makes it end the others.
         os.kill(os.getpid(), signal.SIGKILL)
-    sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(130 if isinstance(error, KeyboardInterrupt) else code)
+    code = 130 if isinstance(error, KeyboardInterrupt) else code
+    sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
+    os._exit(code)  # Abort may return before its end has come: nothing of this rank may run on
 
 
 def abort_on_uncaught():

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 
 from minipar.comm.communicator import Communicator, Request, clock, mismatch
 from minipar.context import current
-from minipar.errors import CommunicationTimeout, DeadlockError, RankFailed
+from minipar.errors import CommunicationTimeout, DeadlockError, MessageMismatch, RankFailed
 
 EAGER_BYTES = 64 * 1024  # up to this size a send completes at once, from a buffer
 
@@ -37,6 +37,14 @@ class ThreadWorld:
         with self.lock:
             self.finished.add(rank)
             self.look_for_deadlock(rank)
+
+    def check_all_received(self):
+        """After all ranks have returned: MessageMismatch if a message is left that nobody has received."""
+        for (_, source, dest, _), sends in self.sends.items():
+            raise MessageMismatch(
+                f"rank {source} sent {sends[0].operation!r} ({sends[0].array.nbytes} bytes) to rank {dest}, which has "
+                "ended without receiving it."
+            )
 
     def _fail(self, rank, error):
         self.failure = self.failure or (rank, error)

@@ -19,6 +19,8 @@ class ByteCorpus:
     """
 
     def __init__(self, text=None, held_out=0.1, seed=0):
+        if not 0 <= held_out < 1:
+            raise ShapeError(f"held_out is a share of the text, at least 0 and below 1, not {held_out}.")
         self.seed = seed
         data = np.frombuffer(standard_library() if text is None else read(text), np.uint8)
         cut = len(data) - int(len(data) * held_out)
@@ -64,7 +66,7 @@ def read(path):
 def standard_library():
     """Sources of the modules of Python's standard library, in the order of their names, up to LIMIT bytes."""
     folder, parts, size = Path(sysconfig.get_paths()["stdlib"]), [], 0
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.glob("[!_]*.py")):  # without _sysconfigdata, which differs from build to build
         parts.append(path.read_bytes())
         size += len(parts[-1])
         if size > LIMIT:

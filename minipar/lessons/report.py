@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import os
+import shutil
 import sys
 import time
 from contextlib import contextmanager
@@ -41,13 +41,15 @@ def parser(doc, sizes, steps):
 def main(lesson, options):
     """Parse the command line and run `lesson(world, args)` on every rank; what a user got wrong ends in a sentence."""
     args = options.parse_args()
+    if args.json == "":
+        options.error("--json needs a file, or - for standard output")
     if args.steps < 0:
         options.error(f"--steps must be 0 or more, not {args.steps}")
 
     def rank_main(world):
         try:
             if world.rank == 0:
-                _check_folders(args)
+                _check_outputs(args)
             lesson(world, args)
         except (ShapeError, DeviceError) as error:
             raise SystemExit(f"minipar: {error}") from error
@@ -58,16 +60,16 @@ def main(lesson, options):
         raise SystemExit(f"minipar: {error}") from error
 
 
-def _check_folders(args):
+def _check_outputs(args):
     """Before minutes of work: can the results be written? Ends in a sentence if not."""
-    paths = [Path(args.json).parent] if args.json not in (None, "-") else []
-    for folder in paths + [Path("figures"), Path("traces")] * (not args.no_figure):
+    paths = [] if args.json in (None, "-") else [args.json]
+    if not args.no_figure:
+        paths += ["figures/x", "traces/x"]
+    for path in paths:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            perfetto.check_writable(path)
         except OSError as error:
-            raise SystemExit(f"minipar: the folder {str(folder)!r} cannot be made: {error.strerror}.") from error
-        if not os.access(folder, os.W_OK):
-            raise SystemExit(f"minipar: the folder {str(folder)!r} cannot be written to.")
+            raise SystemExit(f"minipar: nothing can be written to {path!r}: {error.strerror or error}.") from error
 
 
 class Report:
@@ -84,11 +86,17 @@ class Report:
             "blas_threads_per_rank": blas_threads(),
             "dtype": args.dtype,
             "size": args.size,
+            "steps": args.steps,
+            "dropout": args.dropout,
+            "seed": args.seed,
+            "text": args.text,
+            "minipar": minipar.__version__,
+            "numpy": np.__version__,
             "figures": [],
         }
         # Under mpirun no rank's output is a terminal, so a moving bar must be asked for.
         self.live = (sys.stdout.isatty() if args.live is None else args.live) and self.speaks
-        width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 110))
+        width = None if sys.stdout.isatty() else shutil.get_terminal_size((110, 24)).columns
         stream = sys.stderr if args.json == "-" else sys.stdout
         self.console = Console(
             file=stream, quiet=not self.speaks, force_terminal=self.live or None, width=width, highlight=False

@@ -33,6 +33,12 @@ class GPTConfig:
         if not 0 <= self.dropout < 1:
             raise ShapeError(f"dropout is a probability from 0 to below 1, not {self.dropout}.")
 
+    @property
+    def multiplications(self):
+        """Multiplications in the matrix products for each token, forward: 12 h^2 + 2 s h a layer, V h in the head."""
+        h = self.width
+        return self.layers * (12 * h * h + 2 * self.context * h) + self.vocab_size * h
+
 
 class Block(Module):
     """One transformer layer, pre-normalised: x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -88,6 +94,8 @@ class GPT(Module):
 
     def hidden(self, tokens):
         """(batch, time) integer tokens -> (batch, time, width) activations before the head."""
+        if tokens.ndim != 2:
+            raise ShapeError(f"tokens must be (batch, time), not of shape {tokens.shape}.")
         time = tokens.shape[1]
         if time > self.config.context:
             raise ShapeError(

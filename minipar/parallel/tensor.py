@@ -232,6 +232,8 @@ def tensor_parallel(model, mesh):
     """
     comm = mesh["tp"]
     config = model.config
+    if isinstance(model.head, VocabParallelHead):
+        raise ShapeError("this model has been split already: start from a whole one.")
     split_units(config.heads, comm, "heads")
     split_units(config.vocab_size, comm, "vocabulary rows")
     for block in model.blocks:

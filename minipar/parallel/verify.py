@@ -1,12 +1,14 @@
 """Is a parallel model the same model? Compare it with the whole one, number by number."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from minipar.arrays import to_host
 from minipar.collectives import all_gather
+from minipar.errors import ShapeError
 from minipar.optim import SGD
 
 
@@ -21,19 +23,30 @@ class Equivalence:
     replicated_equal: bool  # parameters that every rank holds whole are bitwise equal between ranks
     steps: int
 
+    def within(self, loss, gradient):
+        """Whether the errors of loss and gradients are at most these and the replicas equal."""
+        close = self.loss_relative_error <= loss and self.gradient_relative_error <= gradient
+        return close and self.replicated_equal
+
 
 def relative_error(actual, expected):
-    """max |actual - expected| / max |expected|, in float64; 0 where both are zero or empty."""
+    """max |actual - expected| / max |expected|, in float64; 0 where both are zero or empty, infinite where one is NaN.
+
+    None, a gradient that is not there, equals None alone.
+    """
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else math.inf
     actual, expected = to_host(actual).astype(np.float64), to_host(expected).astype(np.float64)
     scale = np.abs(expected).max(initial=0.0)
     difference = np.abs(actual - expected).max(initial=0.0)
-    return float(difference / scale) if scale else float(difference)
+    error = float(difference / scale) if scale else float(difference)
+    return math.inf if math.isnan(error) else error
 
 
 def whole(parameter, array):
     """`array` (the data or gradient of `parameter`) put together from the pieces that the ranks hold."""
     shard = parameter.shard
-    if shard is None:
+    if shard is None or array is None:
         return array
     return all_gather(array, shard.comm, axis=shard.axis, operation="all_gather for verification")
 
@@ -55,8 +68,14 @@ def equivalent(model, parallel_model, batch, world, steps=3, optimizer=None):
     parallel one, initialised alike. batch: (tokens, targets), integers (batch, time). optimizer: makes one from a
     list of parameters; SGD with momentum by default, since it is linear in the gradient. (Adam divides a gradient by
     its own size, so where the true gradient is 0, as for a key's bias, it turns rounding noise into full steps.)
-    Returns an Equivalence, the same on every rank.
+    At least 2 steps: biases start at 0, so what is wrong with them shows from the second step on. Returns an
+    Equivalence, the same on every rank. Raises ShapeError if the models' parameters do not have the same names.
     """
+    if steps < 2:
+        raise ShapeError(f"{steps} steps prove too little: biases start at 0, so at least 2 are needed.")
+    names = [{name for name, _ in m.named_parameters()} for m in (model, parallel_model)]
+    if names[0] != names[1]:
+        raise ShapeError(f"the two models do not have the same parameters: {sorted(names[0] ^ names[1])} differ.")
     make = optimizer or (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9))
     optimizers = [make(m.parameters()) for m in (model, parallel_model)]
     loss_error = gradient_error = 0.0

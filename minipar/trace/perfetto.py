@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 COMPUTE, COMMUNICATION, MESSAGES = range(3)
@@ -83,12 +84,30 @@ def write(timeline, path):
 
 
 def write_atomically(path, data):
-    """Put `data` (bytes) into `path` so that nobody ever sees half of it."""
-    path = Path(path)
+    """Put `data` (bytes) into the regular file `path` so that nobody ever sees half of it; links are followed."""
+    path = Path(path).resolve()
+    with _partial(path) as partial:
+        partial.write_bytes(data)
+        partial.replace(path)
+
+
+def check_writable(path):
+    """Before the work: OSError if write_atomically could put nothing at `path`; tried, since rights do not tell all."""
+    with _partial(Path(path).resolve()) as partial:
+        partial.touch()
+
+
+@contextmanager
+def _partial(path):
+    """A name beside `path`, whose folder is made, for the `with` block; OSError if `path` is there but no file."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{str(path)!r} is no regular file")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(data)
-    partial.replace(path)
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def validate(trace):
