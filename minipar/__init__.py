@@ -1,6 +1,6 @@
 """minipar: a distributed-training engine small enough to read and real enough to use."""
 
-from minipar.comm.launch import abort_on_uncaught, run
+from minipar.launch import abort_on_uncaught, run
 
 __all__ = ["run"]
 __version__ = "0.1.0"

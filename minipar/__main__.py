@@ -18,8 +18,8 @@ from rich.table import Table
 import minipar
 from minipar import arrays
 from minipar.bench import bench_step
-from minipar.comm.launch import available_cores, blas_limit, mpirun_path
 from minipar.errors import DeviceError, MiniparError
+from minipar.launch import available_cores, blas_limit, mpirun_path
 from minipar.trace.perfetto import check_writable, write_atomically
 
 

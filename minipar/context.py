@@ -20,6 +20,7 @@ class RankContext:
     step: int = 0  # the training step: random draws are keyed by it
     samples: tuple | None = None  # (first, total): which samples of the global batch this rank computes; None: all
     grad_enabled: bool = True
+    stream: Any = None  # comm.Stream once a collective has been started on it
 
 
 _current: ContextVar[RankContext] = ContextVar("minipar_rank")

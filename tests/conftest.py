@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from minipar.comm.launch import mpirun, mpirun_path
+from minipar.launch import mpirun, mpirun_path
 
 settings.register_profile("minipar", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("minipar")

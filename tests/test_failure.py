@@ -14,8 +14,8 @@ import pytest
 
 import minipar
 from minipar.collectives import all_reduce, broadcast
-from minipar.comm.launch import mpirun_path
 from minipar.errors import CommunicationTimeout, DeadlockError, LaunchError, MessageMismatch, RankFailed
+from minipar.launch import mpirun_path
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -10,8 +10,8 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import minipar
-from minipar.comm.launch import available_cores, blas_limit, blas_threads
 from minipar.context import current
+from minipar.launch import available_cores, blas_limit, blas_threads
 
 
 def python(code, **environment):
@@ -44,7 +44,7 @@ def test_mp5_blas_threads_are_a_share_of_the_cores(monkeypatch):
     assert blas_limit(4) == 3
 
 
-SHOW = "import minipar, minipar.comm.launch as l; print(minipar.run(lambda w: l.blas_threads(), ranks={})[0])"
+SHOW = "import minipar, minipar.launch as l; print(minipar.run(lambda w: l.blas_threads(), ranks={})[0])"
 
 
 def test_blas_threads_are_an_equal_share_whatever_the_environment_says():
@@ -57,9 +57,7 @@ def test_blas_threads_are_an_equal_share_whatever_the_environment_says():
 
 
 def test_blas_threads_under_mpirun(mpi):
-    code = (
-        "import os, minipar, minipar.comm.launch as l; minipar.run(lambda w: os.write(1, b'%d\\n' % l.blas_threads()))"
-    )
+    code = "import os, minipar, minipar.launch as l; minipar.run(lambda w: os.write(1, b'%d\\n' % l.blas_threads()))"
     result = mpi(["-c", code], ranks=2, env={"OMP_NUM_THREADS": "8"})
     assert result.stdout.split() == [str(max(1, available_cores() // 2))] * 2, result.stderr
 

@@ -10,8 +10,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from minipar import rng
-from minipar.comm.launch import keep_memory
 from minipar.errors import LaunchError
+from minipar.launch import keep_memory
 from minipar.nn import GPT, GPTConfig
 from minipar.optim import AdamW
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar.context import current
-from minipar.errors import MessageMismatch, ShapeError
+from minipar.errors import LaunchError, MessageMismatch, ShapeError
 
 clock = time.perf_counter  # one clock for all processes of a node
 TAGS = 64  # tags of one group, 0 to 63; its number times this keeps groups apart where a transport knows tags only
@@ -19,6 +19,11 @@ class Traffic:
 
     messages: int = 0
     bytes: int = 0
+    rounds: int = 0  # of the collectives: steps that wait for one another, each as long as a message takes
+
+    def since(self, earlier):
+        """What was sent after `earlier`, a copy of this."""
+        return Traffic(self.messages - earlier.messages, self.bytes - earlier.bytes, self.rounds - earlier.rounds)
 
 
 class Request:
@@ -66,15 +71,27 @@ class Communicator:
     """A group of ranks that can exchange arrays.
 
     rank: this rank's number in the group; size: how many there are; ranks: the members' numbers in the world;
-    timeout: seconds that any wait may take; sent: Traffic of this rank, shared by all groups of one world.
+    timeout: seconds that any wait may take; sent: Traffic of this rank, shared by all groups of one world; nodes: the
+    node of each member, a number. check_headers: whether both sides of a message, and all callers of a collective,
+    compare what they are about.
     A transport gives isend and irecv; `array` must be contiguous, and stay as it is until the request is done.
     """
 
-    def __init__(self, rank, ranks, timeout):
-        self.rank, self.ranks, self.timeout = rank, tuple(ranks), timeout
+    transport = "none"
+
+    def __init__(self, rank, ranks, timeout, nodes=None, check_headers=True):
+        self.rank, self.ranks, self.timeout, self.check_headers = rank, tuple(ranks), timeout, check_headers
         self.size = len(self.ranks)
+        self.nodes = tuple(nodes or [0] * self.size)
         self.sent = Traffic()
-        self.context, self.contexts = 0, [0]  # this group's number; the last one that this rank has seen, shared
+        # This group's number, and the last one that this rank has seen, shared; odd ones belong to streams.
+        self.context, self.contexts = 0, [0]
+        self.buffers = []  # every SymmetricBuffer of this world
+        self._begin()
+
+    def _begin(self):
+        """A group starts with no calls, meetings or memory of its own."""
+        self.calls, self.meetings, self.call, self.twin, self.arena = 0, 0, None, None, None
 
     def isend(self, array, dest, operation="send", tag=0):
         """Start to send `array` to rank `dest`. `operation` names what it is for; the receiver must say the same."""
@@ -109,15 +126,64 @@ class Communicator:
         mine = np.array([-1 if color is None else color, key, self.contexts[0]], np.int64)
         table = self._everyones(mine)
         # A number that no member has used yet keeps the messages of this group apart from all others.
-        self.contexts[0] = int(table[:, 2].max(initial=0)) + 1
+        self.contexts[0] = int(table[:, 2].max(initial=0)) + 2
         if color is None:
             return None
         members = sorted((int(table[r, 1]), r) for r in range(self.size) if table[r, 0] == color)
-        group = copy.copy(self)
-        group.ranks = tuple(self.ranks[r] for _, r in members)
-        group.size, group.rank = len(members), [r for _, r in members].index(self.rank)
+        group = self.subgroup([r for _, r in members])
         group.context = self.contexts[0]
         return group
+
+    def subgroup(self, members):
+        """These members alone, this rank among them, as a group whose messages count as messages of this one.
+
+        Nothing is sent for it. It suits algorithms in which all members agree on who talks to whom, and when.
+        """
+        group = copy.copy(self)
+        group.ranks = tuple(self.ranks[r] for r in members)
+        group.nodes = tuple(self.nodes[r] for r in members)
+        group.size, group.rank = len(members), members.index(self.rank)
+        group._begin()
+        return group
+
+    def for_stream(self):
+        """The same group for this rank's communication stream, whose messages never mix with those of this one."""
+        if self.twin is None:
+            twin = copy.copy(self)
+            twin._begin()
+            twin.context, self.twin = self.context + 1, twin
+        return self.twin
+
+    def agree(self, claim):
+        """Note that this rank calls the collective that `claim`, a text, describes, and compare with the others.
+
+        Nobody waits: whoever comes to a call later finds the difference, and the earlier ones learn of it. Raises
+        MessageMismatch, on every rank that this group's transport can reach.
+        """
+
+    def meet(self, operation, offer=None):
+        """Return when all ranks have come, with their offers where ranks can see each other's objects, else None."""
+        raise NotImplementedError
+
+    def share(self, nbytes):
+        """Every rank's `nbytes` of new memory that all ranks can read and write, as uint8 arrays. All must call it."""
+        raise NotImplementedError
+
+    def hold(self, handle):
+        """Block until the stream has finished `handle`."""
+        handle.finished.wait()
+
+    def begin(self, handle):
+        """The stream has been given `handle`."""
+
+    def end(self, handle, idle):
+        """The stream has finished `handle`; idle: it has nothing else to do."""
+        handle.complete = True
+        handle.finished.set()
+
+    def native(self):
+        """The transport's own communicator for this group, whose collectives are the `native` algorithm."""
+        raise LaunchError(f"algorithm 'native' is the MPI library's own: start with mpirun (here: {self.transport}).")
 
     def _everyones(self, row):
         """The rows of all ranks, by way of rank 0."""
@@ -151,7 +217,14 @@ class NullCommunicator(Communicator):
     """
 
     def __init__(self, rank, size):
-        super().__init__(rank, range(size), timeout=0)
+        super().__init__(rank, range(size), timeout=0, check_headers=False)
+
+    def meet(self, operation, offer=None):
+        return [offer] * self.size
+
+    def share(self, nbytes):
+        own = np.zeros(nbytes, np.uint8)
+        return [own] * self.size
 
     def isend(self, array, dest, operation="send", tag=0):
         return _Done(self, array, dest, operation, tag, True)
@@ -169,6 +242,12 @@ class _Done(Request):
 
     def _wait(self):
         pass
+
+
+def disagreement(calls):
+    """The error for ranks that call different collectives; calls: {world rank: claim}."""
+    said = "; ".join(f"rank {rank} called {claim}" for rank, claim in sorted(calls.items()))
+    return MessageMismatch(f"every rank must call the same collectives in the same order, but {said}.")
 
 
 def mismatch(comm, source, theirs, ours):

@@ -7,6 +7,7 @@ cores do not take each other's time, and no wait lasts longer than its limit.
 """
 
 import os
+import platform
 import struct
 import time
 from functools import lru_cache
@@ -15,13 +16,20 @@ import numpy as np
 from mpi4py import MPI
 
 from minipar.arrays import array_module, to_host
-from minipar.comm.communicator import TAGS, Communicator, Request, clock, mismatch
+from minipar.comm.board import BYTES, Board
+from minipar.comm.communicator import TAGS, Communicator, Request, clock, disagreement, mismatch
+from minipar.comm.memory import Arena
 from minipar.context import current
-from minipar.errors import CommunicationTimeout
+from minipar.errors import CommunicationTimeout, LaunchError
 
 # A header is a stamp and a claim. Both sides make the claim, and it must be the same, byte for byte.
 STAMP = struct.Struct("<dq")  # sender's clock, message number
 CLAIM = struct.Struct("<q16s88s")  # bytes, dtype, operation
+
+# Numbers are written, then a flag that says so. x86 processors let nobody see these in another order; others may, so
+# there ranks meet by messages.
+STORES_STAY_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")
+SPINS = 100  # looks at a flag before the core is offered to others: about as long as a small message takes
 
 give_way = getattr(os, "sched_yield", lambda: time.sleep(0))  # not every system has it
 
@@ -34,6 +42,40 @@ def claim(operation, dtype, nbytes):
 def read_claim(packed):
     nbytes, dtype, operation = CLAIM.unpack(packed)
     return operation.rstrip(b"\0").decode(errors="replace"), dtype.rstrip(b"\0").decode(), nbytes
+
+
+class _Arrival:
+    """What a rank waits for in a meeting."""
+
+    def __init__(self, comm, operation, peer):
+        self.comm, self.operation, self.peer = comm, operation, peer
+
+    def describe(self):
+        ranks = self.comm.ranks
+        return f"rank {ranks[self.comm.rank]} waits in {self.operation} for rank {ranks[self.peer]}"
+
+
+def check_room(nbytes):
+    """Raise LaunchError if the system has less shared memory left: writing beyond it would kill the process."""
+    if os.path.isdir("/dev/shm"):
+        system = os.statvfs("/dev/shm")
+        free = system.f_bavail * system.f_frsize
+        if nbytes > free:
+            raise LaunchError(
+                f"{nbytes:,} bytes of shared memory are needed, but /dev/shm has {free:,} left: free some, or give it "
+                "more (a container: docker run --shm-size=2g)."
+            )
+
+
+def make_board(local, members):
+    """A Board of the ranks of `local`, an mpi4py communicator inside a node; members: their numbers in the world."""
+    check_room(BYTES * len(members))
+    window = MPI.Win.Allocate_shared(BYTES, 1, comm=local)
+    board = Board({rank: window.Shared_query(r)[0] for r, rank in enumerate(members)})
+    board.memories[members[local.Get_rank()]][:] = bytes(BYTES)
+    board.window = window  # the memory lasts as long as this does
+    local.Barrier()
+    return board
 
 
 class MPIRequest(Request):
@@ -54,24 +96,12 @@ class MPIRequest(Request):
 
     def _wait(self):
         if not self.sends and self.header is not None:
-            self._poll(self.parts[0])
+            self.comm.poll(self.parts[0].Test, self)
             self._check_header()
-        self._poll(self.parts[-1])
-        self._poll(self.parts[0])
+        self.comm.poll(self.parts[-1].Test, self)
+        self.comm.poll(self.parts[0].Test, self)
         if not self.sends and self.host is not self.array:
             self.array[...] = array_module(self.array).asarray(self.host)
-
-    def _poll(self, part):
-        start, polls = clock(), 0
-        while not part.Test():
-            polls += 1
-            if polls < 300:
-                give_way()
-                continue
-            waited = clock() - start
-            time.sleep(min(1e-3, waited / 20))  # wakes at most 5 % of the wait too late
-            if waited > self.comm.timeout:
-                raise CommunicationTimeout(f"{self.describe()}; nothing came in {self.comm.timeout:g} s.")
 
     def _check_header(self):
         comm, source = self.comm, self.comm.ranks[self.peer]
@@ -81,19 +111,112 @@ class MPIRequest(Request):
             raise mismatch(comm, source, read_claim(theirs), read_claim(ours))
         recorder = current().recorder
         if recorder is not None:
-            self._poll(self.parts[-1])
+            comm.poll(self.parts[-1].Test, self)
             me = comm.ranks[comm.rank]
             recorder.message(source << 40 | number, source, me, self.array.nbytes, self.ready, clock(), self.operation)
 
 
 class MPICommunicator(Communicator):
-    """A rank of an mpi4py intracommunicator. `check_headers=False` sends no headers: for measuring what they cost."""
+    """A rank of an mpi4py intracommunicator. `check_headers=False` sends no headers: for measuring what they cost.
+
+    nodes: the node of each rank, by default one for all; board: a Board of this node's ranks, or None.
+    """
 
     transport = "MPI"
 
-    def __init__(self, mpi, timeout=60.0, check_headers=True):
-        super().__init__(mpi.Get_rank(), range(mpi.Get_size()), timeout)
-        self.mpi, self.check_headers = mpi, check_headers
+    def __init__(self, mpi, timeout=60.0, check_headers=True, nodes=None, board=None):
+        super().__init__(mpi.Get_rank(), range(mpi.Get_size()), timeout, nodes, check_headers)
+        self.mpi, self.board, self.own_native, self.windows = mpi, board, mpi, []
+
+    def _begin(self):
+        super()._begin()
+        self.own_native = None
+
+    def native(self):
+        if self.own_native is None:
+            self.barrier("native communicator")  # inside MPI nothing would end the wait for a rank that does not come
+            group = self.mpi.Get_group().Incl(self.ranks)
+            self.own_native = self.mpi.Create_group(group, self.context % 32768)
+        return self.own_native
+
+    def poll(self, test, wait):
+        """Return when `test()` is true; wait.describe() says what this is for, and to whom."""
+        if test():
+            return
+        start, polls, posted, looked, me = clock(), 0, False, 0.0, self.ranks[self.rank]
+        try:
+            while not test():
+                polls += 1
+                if polls < 300:
+                    give_way()
+                    continue
+                waited = clock() - start
+                time.sleep(min(1e-3, waited / 20))  # wakes at most 5 % of the wait too late
+                if waited > looked + 0.02:
+                    looked = waited
+                    self._compare()
+                    if self.board and not posted and waited > min(0.5, self.timeout / 2):
+                        self.board.waits(me, wait.describe())
+                        posted = True
+                if waited > self.timeout:
+                    raise CommunicationTimeout(self._too_long(wait))
+        finally:
+            if posted:
+                self.board.waits(me, "")
+
+    def _too_long(self, wait):
+        me, board = self.ranks[self.rank], self.board.waiting() if self.board else {}
+        others = "; ".join(text or f"rank {rank} waits for nobody" for rank, text in board.items() if rank != me)
+        others = f" Meanwhile {others}." if others else ""
+        return f"{wait.describe()}; nothing came in {self.timeout:g} s.{others}"
+
+    def agree(self, claim):
+        if self.board is None or not self.check_headers:
+            return
+        self.calls += 1
+        slot, key = self.context * 7 + self.calls, self.context << 40 | self.calls
+        self.call = slot, key, claim
+        self.board.post(self.ranks[self.rank], slot, key, claim)
+        self._compare()
+
+    def _compare(self):
+        if self.call is None:
+            return
+        slot, key, claim = self.call
+        calls = self.board.calls(self.ranks, slot, key)
+        if any(other != claim for other in calls.values()):
+            time.sleep(1e-3)  # an entry may have been caught half written
+            calls = self.board.calls(self.ranks, slot, key)
+            if any(other != claim for other in calls.values()):
+                raise disagreement(calls)
+
+    def meet(self, operation, offer=None):
+        if len(set(self.nodes)) > 1 or not STORES_STAY_IN_ORDER:
+            self.barrier(operation)
+            return
+        if self.arena is None:
+            self.arena = Arena(self)
+        self.meetings += 1
+        turn, flags = self.meetings, self.arena.flags
+        flags[self.rank][0] = turn
+        for peer, flag in enumerate(flags):
+            spins = SPINS
+            while flag[0] < turn:
+                spins -= 1
+                if spins < 0:
+                    self.poll(lambda flag=flag: flag[0] >= turn, _Arrival(self, operation, peer))
+                    break
+
+    def share(self, nbytes):
+        operation = f"SymmetricBuffer of {nbytes} bytes"
+        check_room(nbytes * self.size)
+        self.barrier(operation)  # a rank that asks for another size is found here, with names, and not inside MPI
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.native())
+        parts = [np.frombuffer(window.Shared_query(r)[0], np.uint8) for r in range(self.size)]
+        parts[self.rank][:] = 0
+        self.windows.append(window)
+        self.barrier(operation)
+        return parts
 
     def _tag(self, tag):
         return (self.context * TAGS + tag) * 2

@@ -8,23 +8,30 @@ and is told why: the ranks share a lock, so it is known when every one of them w
 import threading
 from collections import defaultdict, deque
 
-from minipar.comm.communicator import Communicator, Request, clock, mismatch
+import numpy as np
+
+from minipar.comm.communicator import Communicator, Request, clock, disagreement, mismatch
 from minipar.context import current
 from minipar.errors import CommunicationTimeout, DeadlockError, MessageMismatch, RankFailed
 
+FOREVER = 1e9  # seconds: a handle's own collective has the limit
 EAGER_BYTES = 64 * 1024  # up to this size a send completes at once, from a buffer
 
 
 class ThreadWorld:
-    """What the thread ranks of one world share: a lock, and the messages that wait for their other half."""
+    """What the thread ranks of one world share: a lock, and the messages and meetings that wait for their other half.
+
+    An actor is a thread that works for a rank: (rank, False) its own, (rank, True) its communication stream.
+    """
 
     def __init__(self, size):
         self.size = size
         self.lock = threading.Lock()
         self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self.sends, self.receives = defaultdict(deque), defaultdict(deque)
-        self.waiting = {}  # world rank -> the request that it is blocked in
-        self.finished = set()
+        self.calls, self.meetings = {}, {}  # collectives that not all members have come to, by group and number
+        self.actors = {(rank, False) for rank in range(size)}  # those that have work to do
+        self.waiting = {}  # actor -> what it is blocked in: complete, peers, describe()
         self.failure = None  # (world rank, exception) of the first rank that raised
 
     def fail(self, rank, error):
@@ -32,11 +39,11 @@ class ThreadWorld:
         with self.lock:
             self._fail(rank, error)
 
-    def finish(self, rank):
-        """`rank` has returned; whoever still waits for it waits forever."""
+    def finish(self, actor):
+        """`actor` has no more to do; whoever still waits for it waits forever."""
         with self.lock:
-            self.finished.add(rank)
-            self.look_for_deadlock(rank)
+            self.actors.discard(actor)
+            self.look_for_deadlock(actor[0])
 
     def check_all_received(self):
         """After all ranks have returned: MessageMismatch if a message is left that nobody has received."""
@@ -46,22 +53,50 @@ class ThreadWorld:
                 "ended without receiving it."
             )
 
+    def block(self, actor, wait, timeout):
+        """Return when `wait.complete`, which somebody sets who then notifies the actor's rank."""
+        rank, deadline = actor[0], clock() + timeout
+        with self.lock:
+            self.waiting[actor] = wait
+            try:
+                while not wait.complete:
+                    self.raise_failure(rank)
+                    self.look_for_deadlock(rank)
+                    self.raise_failure(rank)
+                    if not self.wakeups[rank].wait(max(0, deadline - clock())) and clock() >= deadline:
+                        others = "; ".join(w.describe() for a, w in self.waiting.items() if a != actor)
+                        others = f" Meanwhile {others}." if others else ""
+                        raise CommunicationTimeout(f"{wait.describe()}; nothing came in {timeout:g} s.{others}")
+            finally:
+                del self.waiting[actor]
+
     def _fail(self, rank, error):
         self.failure = self.failure or (rank, error)
         for wakeup in self.wakeups:
             wakeup.notify_all()
 
     def look_for_deadlock(self, rank):
-        """Called with the lock held, when one rank more has stopped running."""
-        stuck = [r for r in self.waiting.values() if not r.complete]
-        if stuck and len(stuck) + len(self.finished) == self.size:
-            lines = [r.describe() for r in stuck] + [f"rank {r} has finished" for r in sorted(self.finished)]
-            self._fail(rank, DeadlockError("no rank can continue: " + "; ".join(lines) + "."))
+        """Called with the lock held, when one actor more has stopped running: can those that wait ever go on?
+
+        They can if every rank that they wait for has an actor that can; the others wait in a circle, or for the dead.
+        """
+        stuck = {actor: wait for actor, wait in self.waiting.items() if not wait.complete}
+        live = {r for r, stream in self.actors if (r, stream) not in stuck}
+        while movable := [actor for actor, wait in stuck.items() if wait.peers <= live]:
+            for actor in movable:
+                live.add(actor[0])
+                del stuck[actor]
+        if stuck:
+            lines = [wait.describe() for _, wait in sorted(stuck.items())]
+            working = {r for r, _ in self.actors}
+            finished = sorted(set().union(*(wait.peers for wait in stuck.values())) - working)
+            lines += [f"rank {r} has finished" for r in finished]
+            self._fail(rank, DeadlockError("these ranks can never continue: " + "; ".join(lines) + "."))
 
     def raise_failure(self, rank):
         if self.failure:
             failed, error = self.failure
-            if failed == rank or isinstance(error, DeadlockError):
+            if failed == rank or isinstance(error, DeadlockError | MessageMismatch):
                 raise error
             raise RankFailed(f"rank {rank} was stopped because rank {failed} failed: {error!r}") from error
 
@@ -78,24 +113,34 @@ class ThreadRequest(Request):
     def done(self):
         return self.complete
 
+    @property
+    def peers(self):
+        return {self.comm.ranks[self.peer]}
+
     def _wait(self):
-        comm = self.comm
-        world, me = comm.world, comm.ranks[comm.rank]
         if not self.complete:
-            deadline = clock() + comm.timeout
-            with world.lock:
-                world.waiting[me] = self
-                try:
-                    while not self.complete:
-                        world.raise_failure(me)
-                        world.look_for_deadlock(me)
-                        world.raise_failure(me)
-                        if not world.wakeups[me].wait(max(0, deadline - clock())) and clock() >= deadline:
-                            raise CommunicationTimeout(f"{self.describe()}; nothing came in {comm.timeout:g} s.")
-                finally:
-                    del world.waiting[me]
+            self.comm.world.block(self.comm.actor, self, self.comm.timeout)
         if self.error:
             raise self.error
+
+
+class Meeting:
+    """One rank's wait for all members of its group; offers: what each has brought, shared by all of them."""
+
+    def __init__(self, comm, operation, offers):
+        self.comm, self.operation, self.offers = comm, operation, offers
+
+    @property
+    def complete(self):
+        return len(self.offers) == self.comm.size
+
+    @property
+    def peers(self):
+        return {rank for r, rank in enumerate(self.comm.ranks) if r not in self.offers}
+
+    def describe(self):
+        missing = ", ".join(map(str, sorted(self.peers)))
+        return f"rank {self.comm.actor[0]} waits in {self.operation} for rank {missing}"
 
 
 class ThreadCommunicator(Communicator):
@@ -105,7 +150,63 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, world, rank, timeout=60.0):
         super().__init__(rank, range(world.size), timeout)
-        self.world = world
+        self.world, self.actor = world, (rank, False)
+
+    def for_stream(self):
+        twin = super().for_stream()
+        twin.actor = (self.actor[0], True)
+        return twin
+
+    def agree(self, claim):
+        if not self.check_headers:
+            return
+        self.calls += 1
+        key, me, world = (self.context, self.ranks, self.calls), self.actor[0], self.world
+        with world.lock:
+            world.raise_failure(me)
+            calls = world.calls.setdefault(key, {})
+            calls[me] = claim
+            if any(other != claim for other in calls.values()):
+                world._fail(me, disagreement(calls))
+            elif len(calls) == self.size:
+                del world.calls[key]
+            world.raise_failure(me)
+
+    def meet(self, operation, offer=None):
+        self.meetings += 1
+        key, world = (self.context, self.ranks, self.meetings), self.world
+        with world.lock:
+            world.raise_failure(self.actor[0])
+            offers = world.meetings.setdefault(key, {})
+            offers[self.rank] = offer
+            if len(offers) == self.size:
+                del world.meetings[key]
+                for rank in self.ranks:
+                    world.wakeups[rank].notify_all()
+        if len(offers) < self.size:
+            world.block(self.actor, Meeting(self, operation, offers), self.timeout)
+        return [offers[r] for r in range(self.size)]
+
+    def share(self, nbytes):
+        return self.meet(f"SymmetricBuffer of {nbytes} bytes", np.zeros(nbytes, np.uint8))
+
+    def hold(self, handle):
+        self.world.block(self.actor, handle, FOREVER)
+
+    def begin(self, handle):
+        with self.world.lock:
+            self.world.actors.add((self.actor[0], True))
+
+    def end(self, handle, idle):
+        world, rank = self.world, self.actor[0]
+        with world.lock:
+            handle.complete = True
+            if handle.error:
+                world._fail(rank, handle.error)
+            if idle:
+                world.actors.discard((rank, True))
+            world.wakeups[rank].notify_all()
+            world.look_for_deadlock(rank)
 
     def isend(self, array, dest, operation="send", tag=0):
         self._check(array, dest, tag)

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import minipar
-from minipar.comm.launch import available_cores, blas_threads
 from minipar.errors import DeviceError, LaunchError, ShapeError
+from minipar.launch import available_cores, blas_threads
 from minipar.trace import perfetto, terminal
 
 MEASURED, COUNTED, PREDICTED = "[cyan]measured[/]", "[green]counted[/]", "[magenta]predicted[/]"

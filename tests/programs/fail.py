@@ -10,7 +10,7 @@ import numpy as np
 
 import minipar
 from minipar.collectives import all_reduce
-from minipar.comm.launch import launched_rank
+from minipar.launch import launched_rank
 
 how = sys.argv[1]
 if how in ("import", "early") and launched_rank() == 2:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from minipar.comm import watch
 from minipar.comm.thread import ThreadCommunicator, ThreadWorld
 from minipar.context import RankContext, activate
 from minipar.errors import LaunchError
+from minipar.launch import watch
 
 GRACE = 5.0  # seconds that the other ranks get to end after one has failed
 
@@ -74,9 +74,11 @@ def _run_threads(fn, ranks, args, timeout):
     def rank_main(rank):
         comm = ThreadCommunicator(world, rank, timeout)
         try:
-            with activate(RankContext(world=comm)):
+            with activate(RankContext(world=comm)) as context:
                 results[rank] = fn(comm, *args)
-            world.finish(rank)
+                if context.stream:
+                    context.stream.close()
+            world.finish((rank, False))
         except BaseException as error:
             world.fail(rank, error)
 
@@ -159,19 +161,24 @@ def _run_mpi(fn, ranks, args, timeout, launched):
         if not launched_rank():
             print(f"minipar: {error}", file=sys.stderr, flush=True)
         os._exit(1)
-    from minipar.comm.mpi import MPICommunicator
+    from minipar.comm.mpi import MPICommunicator, make_board
 
-    world = MPICommunicator(MPI.COMM_WORLD, timeout)
     keep_memory()
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    members = local.allgather(MPI.COMM_WORLD.Get_rank())
+    nodes = MPI.COMM_WORLD.allgather(members[0])  # a node goes by the number of its first rank
+    world = MPICommunicator(MPI.COMM_WORLD, timeout, nodes=nodes, board=make_board(local, members))
     threadpool_limits(blas_limit(local.Get_size()), "blas")
-    with watch.over(local, world.rank, world.size), activate(RankContext(world=world)):
+    with watch.over(local, world.rank, world.size), activate(RankContext(world=world)) as context:
         try:
             if ranks not in (None, world.size):
                 raise SystemExit(
                     f"minipar: {ranks} ranks were asked for, but mpirun started {world.size}: leave one out."
                 )
-            return fn(world, *args)
+            result = fn(world, *args)
+            if context.stream:
+                context.stream.close()
+            return result
         except BaseException as error:
             if isinstance(error, SystemExit) and error.code in (None, 0):
                 raise
