@@ -1,50 +1,60 @@
 """Collectives against NumPy: any size, shape, strides, dtype and number of ranks."""
 
 import gc
+import json
+import os
 import random
+import threading
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import matrix
 
 import minipar
 from minipar.arrays import split_bounds, split_sizes
-from minipar.collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from minipar.collectives.ring import (
-    SEGMENT_BYTES,
-    all_gather_traffic,
-    all_reduce_bytes,
-    all_reduce_rounds,
-    all_reduce_traffic,
-    reduce_scatter_traffic,
+from minipar.collectives import (
+    ALGORITHMS,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    choice,
+    direct,
+    gather,
+    halving_doubling,
+    hierarchical,
+    reduce,
+    reduce_scatter,
+    ring,
+    scatter,
+    shared,
+    start,
+    tree,
 )
-from minipar.comm import ThreadCommunicator, Traffic, thread
-from minipar.errors import DTypeError, ShapeError
+from minipar.collectives.ring import SEGMENT_BYTES
+from minipar.comm import NullCommunicator, ThreadCommunicator, Traffic, thread
+from minipar.errors import DeadlockError, DTypeError, LaunchError, MessageMismatch, ShapeError
 
-DTYPES = ["float64", "float32", "float16", "int64", "int8"]
-NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
-
-
-def inputs(ranks, shape, dtype, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(-3, 4, size=shape).astype(dtype) for _ in range(ranks)]  # small integers: sums are exact
+BY_MESSAGES = ["ring", "tree", "halving_doubling"]
 
 
-def strided(array, how):
-    """The same values in another memory layout."""
-    if how == "transposed":
-        return array.T.copy().T
-    if how == "reversed":
-        backwards = (slice(None, None, -1),) * array.ndim
-        return array[backwards].copy()[backwards] if array.ndim else array
-    if how == "every other":
-        spread = np.zeros((*array.shape, 2), array.dtype)
-        spread[..., 0] = array
-        return spread[..., 0]
-    return array
+@settings(max_examples=300)
+@given(st.data())
+def test_every_collective_by_every_algorithm_equals_numpy(data):
+    ranks = data.draw(st.integers(1, 8))
+    minipar.run(matrix.check, ranks, data.draw(matrix.cases(ranks, native=False)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_collective_by_every_algorithm_under_mpi(mpi, programs, ranks):
+    result = mpi([programs / "matrix.py", 400], ranks)
+    assert (result.returncode, result.stdout.split()) == (0, ["ok"] * ranks), result.stderr
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
@@ -69,96 +79,42 @@ def test_rc1_sizes_that_do_not_divide(ranks, n):
 
 @given(
     ranks=st.integers(1, 8),
-    shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
-    dtype=st.sampled_from(DTYPES),
-    op=st.sampled_from(list(NUMPY)),
-    layouts=st.tuples(*[st.sampled_from(["plain", "transposed", "reversed", "every other"])] * 2),
-    place=st.sampled_from(["new", "in place", "other"]),
-)
-def test_all_reduce_equals_numpy(ranks, shape, dtype, op, layouts, place):
-    xs = inputs(ranks, shape, dtype)
-    expected = xs[0].copy()
-    for x in xs[1:]:
-        expected = NUMPY[op](expected, x)
-
-    def main(world):
-        x = strided(xs[world.rank].copy(), layouts[world.rank % 2])  # each rank may lay it out in its own way
-        out = {"new": None, "in place": x, "other": strided(np.zeros(shape, dtype), layouts[0])}[place]
-        x.flags.writeable = place == "in place"
-        result = all_reduce(x, world, op=op, out=out)
-        assert out is None or result is out
-        assert result.shape == shape and result.dtype == dtype
-        return result
-
-    for result in minipar.run(main, ranks=ranks):
-        np.testing.assert_array_equal(result, expected)
-
-
-@given(
-    ranks=st.integers(1, 8),
     n=st.integers(0, 300),
     dtype=st.sampled_from(["float16", "float32", "float64"]),
     op=st.sampled_from(["sum", "mean"]),
+    algorithm=st.sampled_from([*BY_MESSAGES, "hierarchical", "shared"]),
 )
-def test_rounding_stays_within_the_dtype(ranks, n, dtype, op):
+def test_rounding_stays_within_the_dtype(ranks, n, dtype, op, algorithm):
     rng = np.random.default_rng(n)
     xs = [rng.uniform(0.5, 1, n).astype(dtype) for _ in range(ranks)]
     exact = sum(x.astype(np.float64) for x in xs) / (ranks if op == "mean" else 1)
 
     def main(world):
-        own = reduce_scatter(xs[world.rank], world, op=op)
-        total = all_reduce(xs[world.rank], world, op=op)
-        start, stop = split_bounds(n, ranks, world.rank)
-        np.testing.assert_array_equal(own, total[start:stop])  # the same sums in the same order
+        world.nodes = [r // 3 for r in range(ranks)]
+        if algorithm == "shared":
+            world.nodes = [0] * ranks
+        total = all_reduce(xs[world.rank], world, op=op, algorithm=algorithm)
+        if algorithm == "ring":
+            first, stop = split_bounds(n, ranks, world.rank)  # the same sums in the same order
+            np.testing.assert_array_equal(reduce_scatter(xs[world.rank], world, op=op), total[first:stop])
         return total
 
     results = minipar.run(main, ranks=ranks)
-    np.testing.assert_allclose(results[0], exact, rtol=ranks * np.finfo(dtype).eps)
+    steps = 0.6 if dtype == "float16" else ranks  # summed in float32 and rounded once
+    np.testing.assert_allclose(results[0], exact, rtol=steps * np.finfo(dtype).eps)
     assert len({result.tobytes() for result in results}) == 1
 
 
-@given(st.data())
-def test_uneven_shards(data):
-    ranks = data.draw(st.integers(1, 6))
-    sizes = data.draw(st.lists(st.integers(0, 4), min_size=ranks, max_size=ranks))
-    axis = data.draw(st.sampled_from([0, 1, -1]))
-    known = data.draw(st.booleans())
-    dtype = data.draw(st.sampled_from(DTYPES))
-    pieces = [np.full((size, 3) if axis == 0 else (3, size), r, dtype) for r, size in enumerate(sizes)]
-    whole = np.concatenate(pieces, axis=axis)
-    rows = inputs(ranks, (sum(sizes), 2), dtype)
-
-    def main(world):
-        gathered = all_gather(pieces[world.rank], world, axis=axis, sizes=sizes if known else None)
-        np.testing.assert_array_equal(gathered, whole)
-        rows[world.rank].flags.writeable = False
-        own = reduce_scatter(rows[world.rank], world, sizes=sizes)
-        start = sum(sizes[: world.rank])
-        np.testing.assert_array_equal(own, sum(rows)[start : start + sizes[world.rank]].astype(dtype))
-
-    minipar.run(main, ranks=ranks)
-
-
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_broadcast_from_every_root(ranks):
-    def main(world):
-        for root in range(ranks):
-            x = np.full((2, 3), world.rank, np.int32)
-            np.testing.assert_array_equal(broadcast(x, world, root), np.full((2, 3), root))
-            assert (x == world.rank).all()
-
-    minipar.run(main, ranks=ranks)
-
-
+@pytest.mark.parametrize("algorithm", [*BY_MESSAGES, "hierarchical", "shared"])
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_rc2_same_bits_on_every_rank_and_every_time(ranks):
+def test_rc2_same_bits_on_every_rank_and_every_time(ranks, algorithm):
     rng = np.random.default_rng(1)
     xs = [rng.standard_normal(10_007).astype(np.float32) for _ in range(ranks)]
     exact = np.sum(np.array(xs, np.float64), axis=0)
 
     def main(world):
         x = xs[world.rank].copy()
-        results = [all_reduce(x, world).tobytes() for _ in range(5)]
+        results = [all_reduce(x, world, algorithm=algorithm).tobytes() for _ in range(5)]
         assert len(set(results)) == 1 and (x == xs[world.rank]).all()
         return results[0]
 
@@ -198,10 +154,11 @@ def test_rc2_buffers_keep_until_ranks_that_are_late_have_read_them(ranks, monkey
             x = np.arange(103.0) * (world.rank + i)
             total = np.arange(103.0) * (ranks * (ranks - 1) // 2 + ranks * i)
             start, stop = split_bounds(103, ranks, world.rank)
-            np.testing.assert_array_equal(all_reduce(x, world), total)
+            for algorithm in BY_MESSAGES:
+                np.testing.assert_array_equal(all_reduce(x, world, algorithm=algorithm), total)
             gc.collect(0)
             np.testing.assert_array_equal(reduce_scatter(x, world), total[start:stop])
-            all_reduce(x, world, out=x)
+            all_reduce(x, world, out=x, algorithm="ring")
             np.testing.assert_array_equal(x, total)
             x[:] = -1  # nobody may still be reading it
 
@@ -216,7 +173,8 @@ def test_rc5_no_size_hangs(ranks, nbytes, eager, monkeypatch):
 
     def main(world):
         x = np.full(nbytes // 8, world.rank + 1.0)
-        assert (all_reduce(x, world) == ranks * (ranks + 1) / 2).all()
+        for algorithm in [*BY_MESSAGES, "hierarchical", "shared"]:
+            assert (all_reduce(x, world, algorithm=algorithm) == ranks * (ranks + 1) / 2).all()
         assert (reduce_scatter(x, world) == ranks * (ranks + 1) / 2).all()
         assert (broadcast(x, world, root=ranks - 1) == ranks).all()
         assert all_gather(x, world).sum() == nbytes // 8 * ranks * (ranks + 1) / 2
@@ -227,8 +185,11 @@ def test_rc5_no_size_hangs(ranks, nbytes, eager, monkeypatch):
 @pytest.mark.parametrize(
     ("call", "pieces"),
     [
-        (lambda x, world: all_reduce(x, world, out=x), 0),
-        (lambda x, world: all_reduce(x, world), 4),  # the result
+        (lambda x, world: all_reduce(x, world, out=x, algorithm="ring"), 0),
+        (lambda x, world: all_reduce(x, world, out=x, algorithm="tree"), 0),
+        (lambda x, world: all_reduce(x, world, out=x, algorithm="halving_doubling"), 0),
+        (lambda x, world: all_reduce(x, world, out=x, algorithm="shared"), 0),
+        (lambda x, world: all_reduce(x, world, algorithm="ring"), 4),  # the result
         (reduce_scatter, 1 + 2),  # the result, and two pieces that pass through
         (lambda x, world: broadcast(x, world, out=x), 0),
     ],
@@ -250,7 +211,7 @@ def test_no_temporary_of_the_whole_array(call, pieces):
 def test_rc5_64_mib(ranks):
     def main(world):
         x = np.full(8 << 20, world.rank + 1.0)
-        all_reduce(x, world, out=x)
+        all_reduce(x, world, out=x, algorithm="ring")
         assert x.min() == x.max() == ranks * (ranks + 1) / 2
 
     minipar.run(main, ranks=ranks)
@@ -293,36 +254,275 @@ def test_rc8_pairs_across_six_ranks():
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("n", [0, 1, 5, 16, 1000, 200_003, 1 << 20])
-def test_messages_and_bytes_are_those_of_the_formulas(ranks, n):
-    def main(world):
-        x, sizes = np.zeros(n, np.float32), split_sizes(n, ranks)
-        calls = [
-            lambda: all_reduce(x, world),
-            lambda: reduce_scatter(x, world),
-            lambda: all_gather(x[: sizes[world.rank]], world, sizes=sizes),
-        ]
-        counts = []
-        for call in calls:
-            before = Traffic(world.sent.messages, world.sent.bytes)
-            call()
-            counts.append(Traffic(world.sent.messages - before.messages, world.sent.bytes - before.bytes))
-        assert counts[0] == all_reduce_traffic(n, 4, ranks, world.rank)
-        assert counts[1] == reduce_scatter_traffic(sizes, 4, world.rank)
-        assert counts[2] == all_gather_traffic(sizes, 4, world.rank)
-        assert counts[0].bytes == all_reduce_bytes(n, 4, ranks, world.rank)
-        return counts[0]
+def test_rounds_messages_and_bytes_are_those_of_the_formulas(ranks, n):
+    nodes = [r // 3 for r in range(ranks)]
 
-    sent = minipar.run(main, ranks=ranks)
-    assert sum(traffic.bytes for traffic in sent) == 2 * (ranks - 1) * n * 4
-    if n % ranks == 0:
-        assert {traffic.bytes for traffic in sent} == {2 * (ranks - 1) * n // ranks * 4}
-    if n >= ranks and n * 4 <= SEGMENT_BYTES:
-        assert {traffic.messages for traffic in sent} == {all_reduce_rounds(ranks)}
+    def main(world):
+        rank, x, sizes, root = world.rank, np.zeros(n, np.float32), split_sizes(n, ranks), ranks - 1
+        numbers = {}
+
+        def count(name, call):
+            before = replace(world.sent)
+            call()
+            numbers[name] = world.sent.since(before)
+
+        for algorithm in [*BY_MESSAGES, "shared", "hierarchical"]:
+            world.nodes = nodes if algorithm == "hierarchical" else [0] * ranks
+            count(algorithm, lambda a=algorithm: all_reduce(x, world, algorithm=a))
+        count("reduce_scatter", lambda: reduce_scatter(x, world))
+        count("all_gather", lambda: all_gather(x[: sizes[rank]], world, sizes=sizes))
+        count("broadcast", lambda: broadcast(x, world, root=root))
+        count("reduce", lambda: reduce(x, world, root=root))
+        if ranks > 1:
+            assert numbers == {
+                "ring": ring.all_reduce_traffic(n, 4, ranks, rank),
+                "tree": tree.all_reduce_traffic(n, 4, ranks, rank),
+                "halving_doubling": halving_doubling.all_reduce_traffic(n, 4, ranks, rank),
+                "shared": shared.all_reduce_traffic(n, 4, ranks, rank),
+                "hierarchical": hierarchical.all_reduce_traffic(n, 4, nodes, rank),
+                "reduce_scatter": ring.reduce_scatter_traffic(sizes, 4, rank),
+                "all_gather": ring.all_gather_traffic(sizes, 4, rank),
+                "broadcast": tree.broadcast_traffic(n, 4, ranks, rank, root),
+                "reduce": tree.reduce_traffic(n, 4, ranks, rank, root),
+            }
+        else:
+            assert all(traffic == Traffic() for traffic in numbers.values())
+        return numbers
+
+    numbers = minipar.run(main, ranks=ranks)
+    for name, times in {"ring": 2, "reduce_scatter": 1, "all_gather": 1, "shared": 2, "tree": 2, "reduce": 1}.items():
+        assert sum(rank[name].bytes for rank in numbers) == times * (ranks - 1) * n * 4
+    for rank in numbers:
+        assert rank["ring"].rounds == 2 * (ranks - 1)
+        assert rank["tree"].rounds == 2 * (ranks - 1).bit_length()
+        if ranks in (2, 4, 8):
+            assert rank["halving_doubling"].rounds == 2 * (ranks.bit_length() - 1)
+            if n % ranks == 0:
+                assert rank["halving_doubling"].bytes == rank["ring"].bytes == 2 * (ranks - 1) * n // ranks * 4
+        if n >= ranks and n * 4 <= SEGMENT_BYTES:
+            assert rank["ring"].messages == 2 * (ranks - 1)
+
+
+def test_rows_that_stay_are_not_sent():
+    def main(world):
+        sizes = [2, 0, 5]
+        before = replace(world.sent)
+        all_to_all(np.zeros((7, 3)), world, sizes=sizes)
+        counted = world.sent.since(before)
+        exchanged = ring.all_gather_traffic([3, 3, 3], 8, world.rank)  # how many come
+        assert counted == exchanged + direct.all_to_all_traffic([3 * size for size in sizes], 8, world.rank)
+
+    minipar.run(main, ranks=3)
 
 
 def test_one_mib_on_four_ranks_sends_one_and_a_half():
-    assert all_reduce_traffic(1 << 18, 4, ranks=4, rank=0) == Traffic(messages=6, bytes=3 << 19)
-    assert all_reduce_rounds(4) == 6
+    assert ring.all_reduce_traffic(1 << 18, 4, ranks=4, rank=0) == Traffic(messages=6, bytes=3 << 19, rounds=6)
+
+
+def test_between_nodes_a_hierarchy_sends_less_than_a_ring():
+    """Two nodes of four ranks: a ring passes 2 x 7/8 of the array over the link, a hierarchy 1/4 a rank."""
+    traffic = hierarchical.all_reduce_traffic(1 << 20, 4, [0] * 4 + [1] * 4, rank=0)
+    inside = 2 * 3 / 4 * (4 << 20)
+    assert traffic.bytes - inside == (4 << 20) / 4
+    assert ring.all_reduce_traffic(1 << 20, 4, 8, 0).bytes == 2 * 7 / 8 * (4 << 20)
+
+
+@pytest.mark.parametrize("algorithm", [*BY_MESSAGES, "hierarchical", "shared"])
+def test_rc7_half_precision_is_summed_in_single(algorithm):
+    cases = [
+        ("float16", "mean", [30000] * 4, 30000),  # the sum overflows, the mean does not
+        ("float16", "mean", [5.96e-8] * 4, 5.96e-8),  # a quarter of it would be 0
+        ("float16", "sum", [2048, 1, 1, 1], 2052),  # 2051 rounded once; float16 steps would lose every 1
+        ("bfloat16", "sum", [256, 1, 1, 1], 260),  # 259 rounded once, to even
+        ("bfloat16", "mean", [3e38] * 4, 3e38),
+    ]
+
+    def main(world):
+        for dtype, op, values, expected in cases:
+            x = np.full(5, values[world.rank], matrix.dtype_of(dtype))
+            with np.errstate(over="ignore"):
+                result = all_reduce(x, world, op=op, algorithm=algorithm)
+            if dtype == "bfloat16" and op == "mean":
+                continue  # float32 has bfloat16's range, so this sum overflows: the mean is inf, as documented
+            assert (result == np.asarray(expected, x.dtype)).all(), (dtype, op, result)
+        if algorithm == "ring":
+            assert (reduce(np.full(2, 30000, np.float16), world, op="mean", root=0) is None) == (world.rank > 0)
+            assert (reduce_scatter(np.full(4, 30000, np.float16), world, op="mean") == 30000).all()
+        assert (all_reduce(np.full(3, 100, np.int8), world, algorithm=algorithm) == -112).all()  # 400 wraps around
+        assert (all_reduce(np.full(3, 100, np.uint8), world, algorithm=algorithm) == 144).all()
+        assert (all_reduce(np.array([world.rank == 2, False]), world, algorithm=algorithm) == [True, False]).all()
+
+    minipar.run(main, ranks=4)
+
+
+def test_started_collectives_are_done_in_order_beside_others():
+    """Several under way, and meanwhile the rank itself communicates on the same group."""
+
+    def main(world):
+        xs = [np.full(n, world.rank + 1.0) for n in (1, 1000, 300_000, 0)]
+        handles = [start(all_reduce, x, world, out=x) for x in xs]
+        handles.append(start(broadcast, np.full(3, world.rank), world, root=2))
+        assert all_reduce(np.array(10**world.rank), world) == 111
+        assert [handle.wait().sum() for handle in reversed(handles)] == [6, 0, 1_800_000, 6000, 6]
+        assert all(handle.done() for handle in handles) and (xs[2] == 6).all()
+
+    minipar.run(main, ranks=3)
+
+
+def test_a_started_collective_overlaps_with_the_rank():
+    def main(world):
+        x = np.ones(10)
+        if world.rank == 1:
+            time.sleep(0.2)
+        handle = start(all_reduce, x, world)
+        began = time.monotonic()
+        done = handle.done()
+        result = handle.wait()
+        assert (result == 2).all()
+        return done, time.monotonic() - began
+
+    (done, waited), _ = minipar.run(main, ranks=2)
+    assert not done and waited > 0.1
+
+
+def test_an_error_on_the_stream_ends_every_rank():
+    def main(world):
+        handle = start(all_reduce, np.ones(3), world, op="sum" if world.rank else "average")
+        world.recv(np.empty(1), 1 - world.rank, "never")
+        handle.wait()
+
+    with pytest.raises(ValueError, match="op 'average' is unknown"):
+        minipar.run(main, ranks=2)
+
+
+def test_a_program_may_end_without_waiting_for_what_it_has_started():
+    x = [np.full(200_000, r + 1.0) for r in range(3)]
+    minipar.run(lambda world: start(all_reduce, x[world.rank], world, out=x[world.rank]) and None, ranks=3)
+    assert all((array == 6).all() for array in x)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([lambda x, w: all_reduce(x, w), lambda x, w: all_reduce(x[:2], w)], ["(sum, float64, (3,)", "float64, (2,)"]),
+        ([lambda x, w: all_reduce(x, w), lambda x, w: all_reduce(x, w, op="max")], ["(sum, ", "(max, "]),
+        ([lambda x, w: all_reduce(x, w), lambda x, w: broadcast(x, w)], ["all_reduce (", "broadcast from 0 ("]),
+        ([lambda x, w: broadcast(x, w), lambda x, w: broadcast(x, w, root=1)], ["from 0", "from 1"]),
+        ([lambda x, w: all_reduce(x, w), lambda x, w: all_reduce(x.astype("f4"), w)], ["float64", "float32"]),
+        ([lambda x, w: all_gather(x, w), lambda x, w: reduce_scatter(x, w)], ["all_gather", "reduce_scatter"]),
+        ([lambda x, w: reduce(x, w), lambda x, w: reduce(x, w, root=1)], ["reduce from 0", "reduce from 1"]),
+        ([lambda x, w: gather(x, w), lambda x, w: all_to_all(x, w)], ["gather from 0", "all_to_all"]),
+        (
+            [lambda x, w: scatter(np.ones(w.size), np.empty(1), w), lambda x, w: scatter(x, np.empty((1, 1)), w)],
+            ["scatter from 0 (rows, float64, (), ", "scatter from 0 (rows, float64, (1,), "],
+        ),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_call_different_collectives_are_told_on_every_rank(calls, said, ranks):
+    errors = []
+
+    def main(world):
+        try:
+            calls[world.rank == 1](np.ones(3), world)
+            world.barrier()
+        except MessageMismatch as error:
+            errors.append(str(error))
+            raise
+
+    began = time.monotonic()
+    with pytest.raises(MessageMismatch):
+        minipar.run(main, ranks=ranks)
+    assert len(errors) == ranks and time.monotonic() - began < 5
+    assert any(all(text in error for text in said) and "rank 1 called" in error for error in errors), errors
+
+
+def test_a_circle_of_waiting_ranks_is_found_while_others_go_on():
+    """Ranks 0 and 1 wait for each other; ranks 2 and 3 are busy, and wait for nobody."""
+    stop = threading.Event()
+
+    def main(world):
+        if world.rank < 2:
+            world.recv(np.empty(3), 1 - world.rank, "something")
+        stop.wait(20)
+
+    began = time.monotonic()
+    with pytest.raises(DeadlockError) as caught:
+        minipar.run(main, ranks=4)
+    stop.set()
+    assert "rank 0 waits in recv (something, 24 bytes) from rank 1" in str(caught.value)
+    assert "rank 1 waits in recv (something, 24 bytes) from rank 0" in str(caught.value)
+    assert "rank 2" not in str(caught.value) and time.monotonic() - began < 10
+
+
+def test_a_rank_that_never_comes_to_a_meeting_is_named():
+    with pytest.raises(DeadlockError, match=r"rank 0 waits in all_reduce for rank 1.*rank 1 has finished"):
+        minipar.run(lambda world: world.rank or all_reduce(np.ones(3), world, algorithm="shared"), ranks=2)
+
+
+def test_auto_takes_what_the_table_says(tmp_path, monkeypatch):
+    world = ThreadCommunicator(thread.ThreadWorld(3), 0)
+    assert choice.name_of("all_reduce", 8, world) == "shared"
+    assert choice.name_of("broadcast", 8, world) == "tree"
+    world.nodes = (0, 0, 1)
+    assert choice.name_of("all_reduce", 8, world) == "halving_doubling"
+    assert choice.name_of("all_reduce", 1 << 20, world) == "hierarchical"
+    world.nodes = (0, 1, 2)
+    assert choice.name_of("all_reduce", 1 << 20, world) == "ring"
+    world.nodes = (0, 0, 0)
+    table = {"threads": {"all_reduce": {"2": [[100, "tree"], [None, "ring"]], "8": [[None, "shared"]]}}}
+    (tmp_path / "table.json").write_text(json.dumps({"algorithms": table}))
+    monkeypatch.setenv("MINIPAR_TUNING", str(tmp_path / "table.json"))
+    assert choice.name_of("all_reduce", 100, world) == "tree" and choice.name_of("all_reduce", 101, world) == "ring"
+    world.preferred["all_reduce"] = "halving_doubling"
+    assert choice.name_of("all_reduce", 100, world) == "halving_doubling"
+    for text in ("", "{}", '{"algorithms": {"MPI": {"all_reduce": {"2": [[1, "magic"]]}}}}'):
+        (tmp_path / "broken.json").write_text(text)
+        monkeypatch.setenv("MINIPAR_TUNING", str(tmp_path / "broken.json"))
+        choice.row.cache_clear()
+        with pytest.raises(LaunchError, match=r"broken.json is no table that `minipar bench --tune` wrote"):
+            choice.name_of("all_reduce", 1, ThreadCommunicator(thread.ThreadWorld(3), 0))
+
+
+def test_the_null_communicator_moves_nothing():
+    comm = NullCommunicator(1, 4)
+    x = np.arange(4.0)
+    assert (all_reduce(x, comm) == x).all() and all_reduce(x, comm, op="mean", out=x) is x
+    assert reduce_scatter(x, comm).tolist() == [1.0] and all_gather(x, comm).shape == (16,)
+    assert broadcast(x, comm).shape == (4,) and all_to_all(x, comm).shape == (4,)
+    for algorithm in ALGORITHMS["all_reduce"]:
+        if algorithm != "native":
+            assert (all_reduce(x, comm, algorithm=algorithm) == x).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rc6_more_than_two_to_the_31_bytes():
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12e9:
+        pytest.skip("needs 12 GB of free memory")
+    n = 2**31 + 16
+
+    def main(world):
+        x = np.ones(n, np.int8)
+        all_reduce(x, world, out=x, algorithm=["shared", "ring"][0])
+        assert x[0] == 2 and x[2**31 - 1] == 2 and (x[-16:] == 2).all() and (x[:: 1 << 20] == 2).all()
+        all_reduce(x, world, out=x, algorithm="ring")
+        assert x[0] == 4 and x[2**31 - 1] == 4 and (x[-16:] == 4).all() and (x[:: 1 << 20] == 4).all()
+
+    minipar.run(main, ranks=2)
+
+
+def test_rc6_many_segments(monkeypatch):
+    """The same code path as beyond 2^31 bytes, with a limit of 1000 bytes a message."""
+    monkeypatch.setattr(ring, "SEGMENT_BYTES", 1000)
+
+    def main(world):
+        x = np.arange(10_001.0)
+        for algorithm in [*BY_MESSAGES, "hierarchical"]:
+            np.testing.assert_array_equal(all_reduce(x, world, algorithm=algorithm), 3 * x)
+        np.testing.assert_array_equal(broadcast(x * world.rank, world, root=1), x)
+
+    minipar.run(main, ranks=3)
 
 
 def test_what_cannot_be_done_is_said():
@@ -337,8 +537,17 @@ def test_what_cannot_be_done_is_said():
             all_reduce(np.ones(3), world, out=np.ones(2))
         with pytest.raises(ShapeError, match=r"out is float32 \(3,\), but x is float64 \(3,\)"):
             broadcast(np.ones(3), world, out=np.ones(3, np.float32))
+        for call in (all_gather, gather):
+            with pytest.raises(ShapeError, match="0-d"):
+                call(np.array(1.0), world)
         with pytest.raises(ShapeError, match="0-d"):
-            all_gather(np.array(1.0), world)
+            scatter(np.ones(2), np.array(1.0), world)
+        with pytest.raises(ShapeError, match=r"sizes \[2, 2\] do not cut"):
+            all_to_all(np.ones(5), world, sizes=[2, 2])
+        with pytest.raises(ValueError, match="all_reduce has no algorithm 'magic': choose auto, ring, tree"):
+            all_reduce(np.ones(2), world, algorithm="magic")
+        with pytest.raises(LaunchError, match="algorithm 'native' is the MPI library's own: start with mpirun"):
+            all_reduce(np.ones(2), world, algorithm="native")
         with pytest.raises(ShapeError, match="sizes"):
             reduce_scatter(np.ones(5), world, sizes=[2, 2])
 

@@ -28,18 +28,33 @@ SEGMENT_BYTES = 1024 * 1024
 
 
 def all_reduce(source, target, comm, combine, operation):
-    """Reduce the `source` of all ranks into every rank's `target`, contiguous 1-D arrays; they may be the same one."""
+    """Reduce the `source` of all ranks into every rank's `target`, contiguous 1-D arrays; they may be the same one.
+
+    All algorithms of this folder have this form. combine(a, b, out=c): numpy.add, say.
+    """
     sizes = split_sizes(source.size, comm.size)
     totals = cut(target, sizes)
-    reduce_scatter(cut(source, sizes), totals, comm, combine, operation)
+    reduce_chunks(cut(source, sizes), totals, comm, combine, operation)
     all_gather(totals, comm, operation)
 
 
-def reduce_scatter(sources, targets, comm, combine, operation):
+def reduce_scatter(sources, own, comm, combine, operation):
+    """Reduce sources[r] of all ranks into `own` of rank r: contiguous 1-D arrays."""
+    if comm.size == 1:
+        own[...] = sources[0]
+        return
+    # Partial sums of the other chunks only pass through: those of one round can be overwritten two rounds later.
+    passing = [array_module(own).empty(max(sources.sizes), own.dtype) for _ in range(2)]
+    targets = [passing[(comm.rank - i) % comm.size % 2][:size] for i, size in enumerate(sources.sizes)]
+    targets[comm.rank] = own
+    reduce_chunks(sources, targets, comm, combine, operation)
+
+
+def reduce_chunks(sources, targets, comm, combine, operation):
     """Reduce chunk r of all ranks to targets[r] of rank r. There must be at least two ranks.
 
     sources, targets: one contiguous 1-D array a rank, of the same sizes on every rank. A partial sum of chunk i on its
-    way round passes through targets[i]; sources are read only. combine(a, b, out=c): numpy.add, say.
+    way round passes through targets[i]; sources are read only.
     """
     outgoing = sources[(comm.rank - 1) % comm.size]
     for step in range(2, comm.size + 1):
@@ -58,14 +73,24 @@ def all_gather(chunks, comm, operation):
 def shift(outgoing, target, comm, operation, combine=None, addend=None):
     """One round: `outgoing` to the right neighbour; what comes from the left, combined with `addend`, into `target`."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sends = [comm.isend(piece, right, operation) for piece in segments(outgoing)]
-    if combine is None:
-        receives = [comm.irecv(piece, left, operation) for piece in segments(target)]
-        for request in receives:
-            request.wait()
-    else:
-        receive_and_combine(segments(addend), segments(target), comm, left, operation, combine)
+    exchange(outgoing, right, target, left, comm, operation, combine, addend)
+
+
+def exchange(outgoing, dest, target, source, comm, operation, combine=None, addend=None):
+    """Send one array and receive another at the same time, in segments: a round of every algorithm that has them."""
+    comm.sent.rounds += 1
+    sends = [comm.isend(piece, dest, operation) for piece in segments(outgoing)]
+    receive(target, source, comm, operation, combine, addend)
     for request in sends:
+        request.wait()
+
+
+def receive(target, source, comm, operation, combine=None, addend=None):
+    """Receive into `target` what rank `source` sends in segments; or combine(addend, what it sends)."""
+    if combine is not None:
+        receive_and_combine(segments(addend), segments(target), comm, source, operation, combine)
+        return
+    for request in [comm.irecv(piece, source, operation) for piece in segments(target)]:
         request.wait()
 
 
@@ -73,24 +98,25 @@ def receive_and_combine(addends, targets, comm, source, operation, combine):
     """targets[i] = combine(addends[i], message i from rank `source`), with two messages under way at a time."""
     landing = [array_module(target).empty_like(target) for target in targets[:2]]
 
-    def receive(i):
+    def start(i):
         return comm.irecv(landing[i % 2][: targets[i].size], source, operation)
 
-    arrivals = [receive(i) for i in range(len(landing))]
+    arrivals = [start(i) for i in range(len(landing))]
     for i, target in enumerate(targets):
         arrivals[i % 2].wait()
         combine(addends[i], landing[i % 2][: target.size], out=target)
         if i + 2 < len(targets):
-            arrivals[i % 2] = receive(i + 2)
+            arrivals[i % 2] = start(i + 2)
 
 
-def cut(flat, sizes):
-    """The consecutive pieces of `flat` that are `sizes` long, as views."""
-    pieces, start = [], 0
-    for size in sizes:
-        pieces.append(flat[start : start + size])
-        start += size
-    return pieces
+class cut(list):
+    """The consecutive pieces of the 1-D array `flat` that are `sizes` long, as views."""
+
+    def __init__(self, flat, sizes):
+        self.flat, self.sizes, start = flat, sizes, 0
+        for size in sizes:
+            self.append(flat[start : start + size])
+            start += size
 
 
 def segments(chunk):
@@ -115,23 +141,16 @@ def all_gather_traffic(sizes, itemsize, rank):
 
 
 def all_reduce_traffic(elements, itemsize, ranks, rank):
-    """What `rank` sends in an all-reduce of `elements`, as Traffic: the sum of both."""
+    """What `rank` sends in an all-reduce of `elements`, as Traffic: 2 (n - 1) / n of the array where n divides it."""
     sizes = split_sizes(elements, ranks)
-    first, second = reduce_scatter_traffic(sizes, itemsize, rank), all_gather_traffic(sizes, itemsize, rank)
-    return Traffic(first.messages + second.messages, first.bytes + second.bytes)
+    return reduce_scatter_traffic(sizes, itemsize, rank) + all_gather_traffic(sizes, itemsize, rank)
 
 
-def all_reduce_bytes(elements, itemsize, ranks, rank):
-    """Bytes that `rank` sends in an all-reduce: 2 (n - 1) / n of the array where n divides it."""
-    return all_reduce_traffic(elements, itemsize, ranks, rank).bytes
-
-
-def all_reduce_rounds(ranks):
-    """Rounds of an all-reduce, each as long as one message takes; a reduce-scatter or an all-gather takes half."""
-    return 2 * (ranks - 1)
+def message_count(elements, itemsize):
+    """Messages that `elements` travel in."""
+    return -(-elements // max(1, SEGMENT_BYTES // itemsize))
 
 
 def _traffic(sizes, left_out, itemsize):
     sent = [size for rank, size in enumerate(sizes) if rank != left_out]
-    per_segment = max(1, SEGMENT_BYTES // itemsize)
-    return Traffic(sum(-(-size // per_segment) for size in sent), sum(sent) * itemsize)
+    return Traffic(sum(message_count(size, itemsize) for size in sent), sum(sent) * itemsize, len(sizes) - 1)

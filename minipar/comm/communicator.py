@@ -2,6 +2,7 @@
 
 import copy
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,9 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
     rounds: int = 0  # of the collectives: steps that wait for one another, each as long as a message takes
+
+    def __add__(self, other):
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes, self.rounds + other.rounds)
 
     def since(self, earlier):
         """What was sent after `earlier`, a copy of this."""
@@ -78,6 +82,8 @@ class Communicator:
     """
 
     transport = "none"
+    sees_objects = False  # whether ranks can reach each other's arrays, wherever they lie
+    moves_nothing = False
 
     def __init__(self, rank, ranks, timeout, nodes=None, check_headers=True):
         self.rank, self.ranks, self.timeout, self.check_headers = rank, tuple(ranks), timeout, check_headers
@@ -86,12 +92,14 @@ class Communicator:
         self.sent = Traffic()
         # This group's number, and the last one that this rank has seen, shared; odd ones belong to streams.
         self.context, self.contexts = 0, [0]
+        self.preferred = {}  # operation -> the algorithm that "auto" means here and in groups split off later
         self.buffers = []  # every SymmetricBuffer of this world
         self._begin()
 
     def _begin(self):
         """A group starts with no calls, meetings or memory of its own."""
         self.calls, self.meetings, self.call, self.twin, self.arena = 0, 0, None, None, None
+        self.plans = {}  # what collectives have prepared
 
     def isend(self, array, dest, operation="send", tag=0):
         """Start to send `array` to rank `dest`. `operation` names what it is for; the receiver must say the same."""
@@ -162,7 +170,7 @@ class Communicator:
         """
 
     def meet(self, operation, offer=None):
-        """Return when all ranks have come, with their offers where ranks can see each other's objects, else None."""
+        """Return when all ranks have come, with everybody's offers: integers, or anything where `sees_objects`."""
         raise NotImplementedError
 
     def share(self, nbytes):
@@ -180,6 +188,11 @@ class Communicator:
         """The stream has finished `handle`; idle: it has nothing else to do."""
         handle.complete = True
         handle.finished.set()
+
+    @contextmanager
+    def overseen(self, operation, nbytes):
+        """End the job if what is done in the `with` block, which no limit of ours reaches, takes too long."""
+        yield
 
     def native(self):
         """The transport's own communicator for this group, whose collectives are the `native` algorithm."""
@@ -215,6 +228,8 @@ class NullCommunicator(Communicator):
 
     Its numbers are wrong: whatever is received is all ones, so that they stay finite.
     """
+
+    moves_nothing = True
 
     def __init__(self, rank, size):
         super().__init__(rank, range(size), timeout=0, check_headers=False)

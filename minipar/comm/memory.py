@@ -29,16 +29,22 @@ class SymmetricBuffer:
         self.own = self.parts[comm.rank]
         self.address = self.own.__array_interface__["data"][0]
         comm.buffers.append(self)
+        self.number = len(comm.buffers) << 8 | comm.context  # tells it from others, alike on all of its ranks
 
     def array(self, shape, dtype=np.float32, offset=0):
         """An array in this rank's part, `offset` bytes from its start."""
         return self._view(self.own, shape, np.dtype(dtype), offset)
 
-    def peers(self, x, ranks):
-        """The arrays of the world ranks `ranks` at the place of the contiguous `x`; None if it lies elsewhere."""
+    def place(self, x, comm):
+        """Where in this buffer the contiguous `x` lies, as a number above 0; 0 if it does not, or comm's ranks do not
+        all share it."""
         offset = x.__array_interface__["data"][0] - self.address
-        if not (0 <= offset and offset + x.nbytes <= self.own.nbytes and set(ranks) <= set(self.ranks)):
-            return None
+        inside = 0 <= offset and offset + x.nbytes <= self.own.nbytes and set(comm.ranks) <= set(self.ranks)
+        return self.number << 40 | offset + 1 if inside else 0
+
+    def peers(self, x, ranks):
+        """The arrays of the world ranks `ranks` at the place of `x`."""
+        offset = x.__array_interface__["data"][0] - self.address
         return [self._view(self.parts[self.ranks.index(r)], x.shape, x.dtype, offset) for r in ranks]
 
     def _view(self, part, shape, dtype, offset):
@@ -52,20 +58,24 @@ class SymmetricBuffer:
 
 
 class Arena:
-    """What the ranks of a group meet in: a flag, and two slots for numbers, of each rank."""
+    """What the ranks of a group meet in: a flag, two offers and two slots for numbers of each rank."""
 
     def __init__(self, comm):
         parts = comm.share(LINE + 2 * ARENA_BYTES)
-        self.flags = [memoryview(part[:8]).cast("q") for part in parts]
+        lines = [memoryview(part[:LINE]).cast("q") for part in parts]
+        self.flags, self.offers = [line[:1] for line in lines], [[line[i:] for line in lines] for i in (1, 2)]
         self.slots = [[part[start : start + ARENA_BYTES] for part in parts] for start in (LINE, LINE + ARENA_BYTES)]
-        self.views = {}
+        self.uses = 0
 
-    def slot(self, turn, dtype, elements):
-        """Every rank's slot number `turn` % 2, as `elements` numbers of `dtype`."""
-        key = (turn % 2, dtype, elements)
-        if key not in self.views:
-            if len(self.views) > 500:
-                self.views.clear()
-            nbytes = elements * dtype.itemsize
-            self.views[key] = [part[:nbytes].view(dtype) for part in self.slots[turn % 2]]
-        return self.views[key]
+    def views(self, shape, dtype):
+        """Arrays of that shape in both slots of every rank: views[turn][rank].
+
+        They are used in turn. One that was used two turns ago is free: whoever comes to this turn has met all others
+        in the one between, and they had finished the one before.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        return [[part[:nbytes].view(dtype).reshape(shape) for part in parts] for parts in self.slots]
+
+    def next_turn(self):
+        self.uses = 1 - self.uses
+        return self.uses

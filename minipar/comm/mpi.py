@@ -9,7 +9,9 @@ cores do not take each other's time, and no wait lasts longer than its limit.
 import os
 import platform
 import struct
+import threading
 import time
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -42,6 +44,25 @@ def claim(operation, dtype, nbytes):
 def read_claim(packed):
     nbytes, dtype, operation = CLAIM.unpack(packed)
     return operation.rstrip(b"\0").decode(errors="replace"), dtype.rstrip(b"\0").decode(), nbytes
+
+
+class Overseer(threading.Thread):
+    """Ends the job if `work`, (deadline, comm, operation, bytes), is still there when its time has come."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.work = None
+
+    def run(self):
+        while True:
+            time.sleep(0.2)
+            work = self.work
+            if work and clock() > work[0]:
+                _, comm, operation, nbytes = work
+                raise CommunicationTimeout(
+                    f"rank {comm.ranks[comm.rank]} is in the MPI library's {operation} ({nbytes} bytes) with ranks "
+                    f"{comm.ranks}, which has not ended in {comm.timeout:g} s."
+                )
 
 
 class _Arrival:
@@ -130,7 +151,7 @@ class MPICommunicator(Communicator):
 
     def _begin(self):
         super()._begin()
-        self.own_native = None
+        self.own_native = self.overseer = None
 
     def native(self):
         if self.own_native is None:
@@ -190,22 +211,42 @@ class MPICommunicator(Communicator):
             if any(other != claim for other in calls.values()):
                 raise disagreement(calls)
 
-    def meet(self, operation, offer=None):
-        if len(set(self.nodes)) > 1 or not STORES_STAY_IN_ORDER:
-            self.barrier(operation)
-            return
+    def meet(self, operation, offer=0):
         if self.arena is None:
             self.arena = Arena(self)
-        self.meetings += 1
-        turn, flags = self.meetings, self.arena.flags
+        offers = self.arena.offers[(self.meetings + 1) % 2]
+        offers[self.rank][0] = offer
+        self.arrive(operation)
+        return [place[0] for place in offers]
+
+    def arrive(self, operation):
+        """Return when all ranks have come; the arena must be there."""
+        self.meetings = turn = self.meetings + 1
+        flags = self.arena.flags
         flags[self.rank][0] = turn
-        for peer, flag in enumerate(flags):
-            spins = SPINS
-            while flag[0] < turn:
-                spins -= 1
-                if spins < 0:
-                    self.poll(lambda flag=flag: flag[0] >= turn, _Arrival(self, operation, peer))
-                    break
+        if not STORES_STAY_IN_ORDER:
+            self.barrier(operation)
+        for flag in flags:
+            if flag[0] < turn:
+                self._wait_for(flag, turn, operation)
+
+    def _wait_for(self, flag, turn, operation):
+        for _ in range(SPINS):
+            if flag[0] >= turn:
+                return
+        wait = _Arrival(self, operation, self.arena.flags.index(flag))
+        self.poll(lambda: flag[0] >= turn, wait)
+
+    @contextmanager
+    def overseen(self, operation, nbytes):
+        if self.overseer is None or not self.overseer.is_alive():
+            self.overseer = Overseer()
+            self.overseer.start()
+        self.overseer.work = clock() + self.timeout, self, operation, nbytes
+        try:
+            yield
+        finally:
+            self.overseer.work = None
 
     def share(self, nbytes):
         operation = f"SymmetricBuffer of {nbytes} bytes"

@@ -146,7 +146,7 @@ class Meeting:
 class ThreadCommunicator(Communicator):
     """A rank of `world`. Messages are matched by group, ranks and tag, in order."""
 
-    transport = "threads"
+    transport, sees_objects = "threads", True
 
     def __init__(self, world, rank, timeout=60.0):
         super().__init__(rank, range(world.size), timeout)

@@ -16,7 +16,7 @@ import numpy as np
 from minipar import arrays
 from minipar.autograd import no_grad, saved_bytes
 from minipar.collectives import all_gather
-from minipar.collectives.ring import all_reduce_bytes
+from minipar.collectives.ring import all_reduce_traffic
 from minipar.comm import NullCommunicator
 from minipar.context import current
 from minipar.data import ByteCorpus
@@ -38,6 +38,7 @@ def lesson(world, args):
     config, samples = SIZES[args.size]
     config = replace(config, dtype=args.dtype, dropout=args.dropout, seed=args.seed)
     report, xp = Report(world, args, "tp"), arrays.device(args.device)
+    world.preferred["all_reduce"] = "ring"  # the one whose messages are easy to count, and to see
     corpus = ByteCorpus(args.text, seed=args.seed)
     current().seed = args.seed
     # Before anything is printed: a text that is too short, or an impossible split, ends here in one sentence.
@@ -93,8 +94,10 @@ def shape(parameter):
 def bytes_sent(config, samples, comm):
     """Bytes that this rank sends in one training step, by where (Shoeybi et al. 2019, section 3)."""
     itemsize, tokens = np.dtype(config.dtype).itemsize, samples * config.context
-    once, loss = (all_reduce_bytes(n, itemsize, comm.size, comm.rank) for n in (tokens * config.width, tokens))
-    loss += all_reduce_bytes(2 * tokens, itemsize, comm.size, comm.rank)
+    once, peak, sums = (
+        all_reduce_traffic(n, itemsize, comm.size, comm.rank).bytes for n in (tokens * config.width, tokens, 2 * tokens)
+    )
+    loss = peak + sums
     return {
         "one layer, forward": 2 * once,
         "one layer, backward": 2 * once,

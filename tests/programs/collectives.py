@@ -29,7 +29,8 @@ def check_values(world):
             total = sum(values[1:], values[0]).astype(dtype)
             x = values[world.rank]
             x.flags.writeable = False
-            np.testing.assert_array_equal(all_reduce(x, world), total)
+            for algorithm in ("auto", "ring", "tree", "halving_doubling"):
+                np.testing.assert_array_equal(all_reduce(x, world, algorithm=algorithm), total)
             np.testing.assert_array_equal(all_gather(reduce_scatter(x, world), world), total)
             np.testing.assert_array_equal(broadcast(x, world, world.size - 1), values[-1])
             np.testing.assert_array_equal(all_reduce(x[::-1], world), total[::-1])
@@ -45,7 +46,7 @@ def check_bits(world):
 def check_traffic(world):
     for size in SIZES:
         messages, nbytes = world.sent.messages, world.sent.bytes
-        all_reduce(np.zeros(size, np.float32), world)
+        all_reduce(np.zeros(size, np.float32), world, algorithm="ring")
         expected = all_reduce_traffic(size, 4, world.size, world.rank)
         assert (world.sent.messages - messages, world.sent.bytes - nbytes) == (expected.messages, expected.bytes)
 
@@ -80,7 +81,7 @@ def main(world):
     check_traffic(world)
     if world.size == 2:
         large = np.full(8 << 20, world.rank + 1.0)  # 64 MiB
-        all_reduce(large, synchronous, out=large)
+        all_reduce(large, synchronous, out=large, algorithm="ring")
         assert large.min() == large.max() == 3
     world.barrier()
     if world.size > 1:

@@ -1,0 +1,166 @@
+"""All-reduce in memory that all ranks of a node can reach: no messages, one pass.
+
+    meet       everybody's numbers are there
+    reduce     each rank takes one slice: block by block, so that all is done in the cache, it reads the block of every
+               rank, combines them, and writes the result back to every rank
+    meet       everybody's sums are there
+
+Each number is read once and written once by one rank. NCCL and PyTorch (`torch.ops.symm_mem.two_shot_all_reduce_`) do
+this between the GPUs of a node. Ranks that are threads reach each other's arrays anyway; processes reach those that lie
+in a SymmetricBuffer. Other arrays of theirs go through slots of shared memory: small ones are put there by every rank
+and combined by every rank for itself (`one_shot`), which saves the second meeting; large ones pass piece by piece.
+"""
+
+import math
+
+from minipar.arrays import split_bounds
+from minipar.comm import Traffic
+from minipar.comm.memory import ARENA_BYTES, Arena
+from minipar.context import current
+from minipar.errors import MessageMismatch, ShapeError
+
+BLOCK_BYTES = 256 * 1024  # of one array: the blocks of two ranks stay in a core's cache until they have been written
+ONE_SHOT_BYTES = 64 * 1024
+
+
+def all_reduce(source, target, comm, reduction, operation):
+    """As ring.all_reduce, but `reduction` also says in which dtype to combine and whether to divide by the ranks."""
+    span = stopwatch(operation)
+    if comm.sees_objects:
+        arrays = comm.meet(operation, (source, target))
+        in_place([s for s, _ in arrays], [t for _, t in arrays], comm, reduction, operation, span)
+        return
+    check_one_node(comm, operation)
+    buffer = next((b for b in comm.buffers if b.place(source, comm) and b.place(target, comm)), None)
+    places = comm.meet(operation, buffer.place(source, comm) ^ buffer.place(target, comm) << 1 if buffer else 0)
+    if len(set(places)) > 1:
+        raise MessageMismatch(
+            f"{operation}: the arrays of ranks {comm.ranks} must all lie at the same place of one SymmetricBuffer, or "
+            "all lie elsewhere."
+        )
+    if buffer:
+        sources, targets = buffer.peers(source, comm.ranks), buffer.peers(target, comm.ranks)
+        in_place(sources, targets, comm, reduction, operation, span)
+    else:
+        by_pieces(source, target, comm, reduction, operation, span)
+
+
+def check_one_node(comm, operation):
+    if len(set(comm.nodes)) > 1:
+        raise ShapeError(f"{operation}: algorithm 'shared' needs all ranks on one node; {comm.ranks} are not.")
+
+
+def in_place(sources, targets, comm, reduction, operation, span):
+    """All ranks have met: reduce this rank's slice of all `sources` into all `targets`, and meet again."""
+    span("wait")
+    reduce_slice(sources, targets, comm, reduction)
+    span("communication")
+    comm.meet(operation)
+    span("wait")
+    _count(comm, all_reduce_traffic(sources[0].size, sources[0].itemsize, comm.size, comm.rank))
+
+
+def by_pieces(source, target, comm, reduction, operation, span):
+    """Through the slots: in two turns, so that a rank can fill one while others still read the other."""
+    step = ARENA_BYTES // source.itemsize
+    views = comm.arena.views((step,), source.dtype)
+    for start in range(0, source.size, step):
+        piece = source[start : start + step]
+        slots = [slot[: piece.size] for slot in views[comm.arena.next_turn()]]
+        slots[comm.rank][...] = piece
+        span("communication")
+        comm.arrive(operation)
+        span("wait")
+        reduce_slice(slots, slots[:1], comm, reduction)
+        span("communication")
+        comm.arrive(operation)
+        span("wait")
+        target[start : start + step] = slots[0]
+        span("communication")
+    _count(comm, all_reduce_traffic(source.size, source.itemsize, comm.size, comm.rank))
+
+
+class OneShot:
+    """All-reduce of small arrays of one shape and dtype: every rank combines everything for itself, in the same order.
+
+    One meeting instead of two. Everything is prepared once, because here a microsecond counts.
+    """
+
+    def __init__(self, shape, dtype, comm, reduction, operation):
+        check_one_node(comm, operation)
+        if comm.arena is None:
+            comm.arena = Arena(comm)
+        self.views, self.comm, self.reduction, self.operation = (
+            comm.arena.views(shape, dtype),
+            comm,
+            reduction,
+            operation,
+        )
+        self.plain = comm.size == 2 and not reduction.wide and not reduction.mean
+        self.nbytes = one_shot_traffic(math.prod(shape), dtype.itemsize, comm.size).bytes
+
+    def __call__(self, x, out):
+        comm, reduction = self.comm, self.reduction
+        span = stopwatch(self.operation)
+        slots = self.views[comm.arena.next_turn()]
+        slots[comm.rank][...] = x  # from here on `out` may be written, whatever it overlaps
+        span("communication")
+        comm.arrive(self.operation)
+        span("wait")
+        if self.plain:
+            reduction.combine(slots[0], slots[1], out)
+        else:
+            reduction.over(slots, out, comm.size)
+        span("communication")
+        comm.sent.bytes += self.nbytes
+        comm.sent.rounds += 1
+
+
+def reduce_slice(sources, targets, comm, reduction):
+    """Reduce this rank's slice of `sources`, one array a rank, into the same slice of all `targets`."""
+    start, stop = split_bounds(sources[0].size, comm.size, comm.rank)
+    step = BLOCK_BYTES // sources[0].itemsize
+    for at in range(start, stop, step):
+        block = slice(at, min(at + step, stop))
+        total = targets[0][block]  # where it is also the first source, that is read before it is written
+        reduction.over([source[block] for source in sources], total, comm.size)
+        for target in targets[1:]:
+            target[block] = total
+
+
+def stopwatch(operation):
+    """A function span(kind) that records the time since it was last called, or since this call, as that."""
+    recorder = current().recorder
+    if recorder is None:
+        return _nothing
+    last = recorder.clock()
+
+    def span(kind):
+        nonlocal last
+        start, last = last, recorder.clock()
+        recorder.span(kind, operation, start, last)
+
+    return span
+
+
+def _nothing(kind):
+    pass
+
+
+def _count(comm, traffic):
+    comm.sent.bytes += traffic.bytes
+    comm.sent.rounds += traffic.rounds
+
+
+# --- what it costs: bytes that a rank reads from or writes to the memory of others; a round is a meeting ---------
+
+
+def all_reduce_traffic(elements, itemsize, ranks, rank):
+    """What `rank` moves in an all-reduce in place, as Traffic: its slice from and to each of the others."""
+    start, stop = split_bounds(elements, ranks, rank)
+    return Traffic(0, 2 * (ranks - 1) * (stop - start) * itemsize, 2)
+
+
+def one_shot_traffic(elements, itemsize, ranks):
+    """What a rank moves in an all-reduce of at most ONE_SHOT_BYTES, as Traffic: all of the others' numbers."""
+    return Traffic(0, (ranks - 1) * elements * itemsize, 1)
