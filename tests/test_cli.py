@@ -58,6 +58,8 @@ def test_readme_command(command, tmp_path):
     """In a copy of the repository that has this environment as its .venv."""
     if not (ROOT / ".venv" / "ready").exists() or not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("this is not the environment that make setup made")
+    if (ROOT / "pyproject.toml").stat().st_mtime > (ROOT / ".venv" / "ready").stat().st_mtime:
+        pytest.fail("pyproject.toml is newer than the environment: run make setup, or the copy would take it over")
     names = ["minipar", "pyproject.toml", "Makefile", "README.md", "LICENSE"]
     for name in names:
         source = ROOT / name

@@ -146,7 +146,8 @@ def test_a_real_run_gathers_on_rank_0():
     def main(world):
         recorder = current().recorder = Recorder(world.rank)
         with recorder.region("forward", "forward"):
-            all_reduce(np.ones(200_000), world)
+            all_reduce(np.ones(200_000), world, algorithm="ring")
+            all_reduce(np.ones(200_000), world, algorithm="shared")
         current().recorder = None
         return Timeline.gather(world, recorder)
 
