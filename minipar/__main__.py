@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import json
 import platform
 import shutil
 import subprocess
@@ -17,60 +16,23 @@ from rich.table import Table
 
 import minipar
 from minipar import arrays
-from minipar.bench import bench_step
+from minipar.bench import cli
 from minipar.errors import DeviceError, MiniparError
 from minipar.launch import available_cores, blas_limit, mpirun_path
-from minipar.trace.perfetto import check_writable, write_atomically
 
 
 def main(argv=None):
     """Parse the command line and run the verb; an error of minipar's ends in one sentence."""
     parser = argparse.ArgumentParser(prog="python -m minipar", description="minipar: distributed training, readable")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    bench = verbs.add_parser("bench", help="measure")
-    bench.add_argument("what", choices=["step"], help="step: the training step of one rank")
-    bench.add_argument("--against", choices=["torch"], help="measure this too, in turn with minipar")
-    bench.add_argument("--rounds", type=int, default=11, help="measured rounds (default %(default)s)")
-    bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - is standard output")
+    cli.add_options(verbs.add_parser("bench", help="measure", description=cli.__doc__))
     verbs.add_parser("doctor", help="what is installed, and does it fit together")
     verbs.add_parser("lessons", help="the lessons that there are")
     args = parser.parse_args(argv)
     try:
-        {"bench": run_bench, "doctor": run_doctor, "lessons": run_lessons}[args.verb](args)
+        {"bench": cli.run, "doctor": run_doctor, "lessons": run_lessons}[args.verb](args)
     except MiniparError as error:
         sys.exit(f"minipar: {error}")
-
-
-def run_bench(args):
-    if args.rounds < 1:
-        sys.exit("minipar: --rounds must be at least 1.")
-    if args.json not in (None, "-"):
-        try:
-            check_writable(args.json)
-        except OSError as error:
-            sys.exit(f"minipar: nothing can be written to {args.json!r}: {error.strerror or error}.")
-    console = Console(stderr=args.json == "-", highlight=False)
-    with console.status("measuring") as status:
-        result = bench_step(args.against, args.rounds, lambda text: status.update(f"measuring, {text}"))
-    console.print(
-        "One training step: GPT of width 256, 4 layers, 8 heads, context 128, vocabulary 256;\n"
-        "batch 8, AdamW, float32, one thread. "
-        f"Medians of {result['rounds']} rounds, all sides in turn; NumPy {np.__version__}."
-    )
-    table = Table()
-    for heading in ("", "ms a step", "minipar / this"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("minipar", f"{result['minipar_ms']:.1f}", "")
-    if args.against:
-        table.add_row("PyTorch, eager", f"{result['peer_ms']:.1f}", f"{result['ratio']:.2f}")
-    limit = result["limit_ms"]
-    table.add_row("its matrix products alone", f"{limit:.1f}", f"{result['minipar_ms'] / limit:.2f}")
-    console.print(table)
-    console.print(f"{result['tokens_per_second']:,.0f} tokens a second")
-    if args.json == "-":
-        print(json.dumps(result, indent=2))
-    elif args.json:
-        write_atomically(args.json, (json.dumps(result, indent=2) + "\n").encode())
 
 
 def run_doctor(args):

@@ -78,13 +78,19 @@ def all_reduce(x, comm, op="sum", out=None, operation="all_reduce", algorithm="a
         plan = None  # no array: array_module says so
     if plan is None:
         plan = _plan_all_reduce(x, comm, op, operation, algorithm)
-    claim, reduction, run, small = plan
+    claim, reduction, run, small, in_place = plan
+    prepared = None
+    if out is x and comm.buffers and in_place is not None:
+        prepared = in_place.get(id(x)) or shared.in_buffer(x, comm, reduction, operation, in_place)
     if claim and comm.check_headers:
-        comm.agree(claim)
+        comm.agree(f"{claim} {prepared}" if prepared else claim)
     if out is not x:
         out = _output(x, out, operation)
     if small:
         small(x, out)
+        return out
+    if prepared:
+        prepared()
         return out
     target, source = _contiguous(x, out)
     if run is None:
@@ -101,15 +107,19 @@ def all_reduce(x, comm, op="sum", out=None, operation="all_reduce", algorithm="a
 
 
 def _plan_all_reduce(x, comm, op, operation, algorithm):
-    """(claim, reduction, function, OneShot or None): what all_reduce does with such arrays; the group keeps it."""
+    """What all_reduce does with such arrays; the group keeps it.
+
+    (claim, reduction, function, OneShot or None, {} for those that turn out to lie in a SymmetricBuffer or None)
+    """
     reduction = reduction_of(array_module(x), op, x.dtype)
     run = choose("all_reduce", x.nbytes, comm, algorithm)
     alone = comm.size == 1 or comm.moves_nothing
     claim = "" if alone else claim_of(operation, op, x.dtype, x.shape, algorithm)
-    small = None
-    if run is shared.all_reduce and not comm.sees_objects and not alone and x.nbytes <= shared.ONE_SHOT_BYTES:
-        small = shared.OneShot(x.shape, x.dtype, comm, reduction, operation)
-    plan = claim, reduction, None if alone else run, small
+    by_slots = run is shared.all_reduce and not comm.sees_objects and not alone
+    small = by_slots and x.nbytes <= shared.ONE_SHOT_BYTES
+    small = shared.OneShot(x.shape, x.dtype, comm, reduction, operation) if small else None
+    in_buffers = not small and (by_slots or (algorithm == "auto" and not comm.sees_objects and not alone))
+    plan = claim, reduction, None if alone else run, small, {} if in_buffers else None
     if len(comm.plans) > 1000:
         comm.plans.clear()
     comm.plans[op, x.dtype, x.shape, operation, algorithm] = plan

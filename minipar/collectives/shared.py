@@ -28,36 +28,66 @@ def all_reduce(source, target, comm, reduction, operation):
     span = stopwatch(operation)
     if comm.sees_objects:
         arrays = comm.meet(operation, (source, target))
-        in_place([s for s, _ in arrays], [t for _, t in arrays], comm, reduction, operation, span)
-        return
-    check_one_node(comm, operation)
-    buffer = next((b for b in comm.buffers if b.place(source, comm) and b.place(target, comm)), None)
-    places = comm.meet(operation, buffer.place(source, comm) ^ buffer.place(target, comm) << 1 if buffer else 0)
-    if len(set(places)) > 1:
+        span("wait")
+        sources, targets = zip(*arrays, strict=True)
+        reduce_blocks(blocks(sources, targets, comm), comm, reduction)
+        span("communication")
+        comm.meet(operation)
+        span("wait")
+    else:
+        check_one_node(comm, operation)
+        meet_at(0, comm, operation)
+        by_pieces(source, target, comm, reduction, operation, span)
+    _count(comm, all_reduce_traffic(source.size, source.itemsize, comm.size, comm.rank))
+
+
+def meet_at(place, comm, operation):
+    """Meet; MessageMismatch unless the arrays of all ranks lie at the same place, 0 for outside of any buffer."""
+    if comm.meet(operation, place).count(place) < comm.size:
         raise MessageMismatch(
             f"{operation}: the arrays of ranks {comm.ranks} must all lie at the same place of one SymmetricBuffer, or "
             "all lie elsewhere."
         )
-    if buffer:
-        sources, targets = buffer.peers(source, comm.ranks), buffer.peers(target, comm.ranks)
-        in_place(sources, targets, comm, reduction, operation, span)
-    else:
-        by_pieces(source, target, comm, reduction, operation, span)
+
+
+def in_buffer(x, comm, reduction, operation, known):
+    """An InPlace for x if it lies in a SymmetricBuffer of all of comm's ranks, else None; known: {id(x): InPlace}."""
+    for buffer in comm.buffers:
+        if buffer.place(x, comm):
+            if len(known) > 100:
+                known.clear()
+            known[id(x)] = InPlace(x, buffer, comm, reduction, operation)
+            return known[id(x)]
+    return None
+
+
+class InPlace:
+    """All-reduce of one array that lies in a SymmetricBuffer, where it is; everything is prepared once."""
+
+    def __init__(self, x, buffer, comm, reduction, operation):
+        self.x = x  # kept, so that no other array is ever taken for this one
+        self.comm, self.reduction, self.operation, self.place = comm, reduction, operation, buffer.place(x, comm)
+        parts = [part.reshape(-1) for part in buffer.peers(x, comm.ranks)]
+        self.blocks = list(blocks(parts, parts, comm))
+        self.traffic = all_reduce_traffic(x.size, x.itemsize, comm.size, comm.rank)
+
+    def __str__(self):
+        return f"in place {self.place:#x} of a SymmetricBuffer"
+
+    def __call__(self):
+        span = stopwatch(self.operation)
+        meet_at(self.place, self.comm, self.operation)
+        span("wait")
+        reduce_blocks(self.blocks, self.comm, self.reduction)
+        span("communication")
+        self.comm.arrive(self.operation)
+        span("wait")
+        _count(self.comm, self.traffic)
 
 
 def check_one_node(comm, operation):
-    if len(set(comm.nodes)) > 1:
+    if comm.nodes.count(comm.nodes[0]) < comm.size:
         raise ShapeError(f"{operation}: algorithm 'shared' needs all ranks on one node; {comm.ranks} are not.")
-
-
-def in_place(sources, targets, comm, reduction, operation, span):
-    """All ranks have met: reduce this rank's slice of all `sources` into all `targets`, and meet again."""
-    span("wait")
-    reduce_slice(sources, targets, comm, reduction)
-    span("communication")
-    comm.meet(operation)
-    span("wait")
-    _count(comm, all_reduce_traffic(sources[0].size, sources[0].itemsize, comm.size, comm.rank))
 
 
 def by_pieces(source, target, comm, reduction, operation, span):
@@ -71,13 +101,12 @@ def by_pieces(source, target, comm, reduction, operation, span):
         span("communication")
         comm.arrive(operation)
         span("wait")
-        reduce_slice(slots, slots[:1], comm, reduction)
+        reduce_blocks(blocks(slots, slots[:1], comm), comm, reduction)
         span("communication")
         comm.arrive(operation)
         span("wait")
         target[start : start + step] = slots[0]
         span("communication")
-    _count(comm, all_reduce_traffic(source.size, source.itemsize, comm.size, comm.rank))
 
 
 class OneShot:
@@ -116,16 +145,21 @@ class OneShot:
         comm.sent.rounds += 1
 
 
-def reduce_slice(sources, targets, comm, reduction):
-    """Reduce this rank's slice of `sources`, one array a rank, into the same slice of all `targets`."""
+def blocks(sources, targets, comm):
+    """This rank's slice in blocks: (that of every source, where its sum goes first, and where it is copied to)."""
     start, stop = split_bounds(sources[0].size, comm.size, comm.rank)
     step = BLOCK_BYTES // sources[0].itemsize
     for at in range(start, stop, step):
         block = slice(at, min(at + step, stop))
-        total = targets[0][block]  # where it is also the first source, that is read before it is written
-        reduction.over([source[block] for source in sources], total, comm.size)
-        for target in targets[1:]:
-            target[block] = total
+        total, *others = [target[block] for target in targets]
+        yield [source[block] for source in sources], total, others
+
+
+def reduce_blocks(blocks, comm, reduction):
+    for sources, total, others in blocks:
+        reduction.over(sources, total, comm.size)  # total may be the first source: that is read before it is written
+        for other in others:
+            other[...] = total
 
 
 def stopwatch(operation):

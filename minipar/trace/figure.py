@@ -20,6 +20,7 @@ COLOURS = {
     "communication": "#E69F00",
     "waiting": "#E0E0E0",
 }
+LINES = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#8C8C8C", "#B8A800"]
 NAMES = {"weight_gradient": "weight gradient", "optimizer": "optimizer step"}
 STYLE = {
     "font.size": 15,
