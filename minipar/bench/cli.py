@@ -201,7 +201,7 @@ def tune(world, args, out):
     show = lambda rows: out.print(  # noqa: E731
         f"  {rows[0]['op']} {rows[0]['bytes']:,} bytes: {min(rows, key=lambda r: r['time_us'])['algorithm']}"
     )
-    found = collectives.tune(world, ALGORITHMS, show)
+    found = collectives.tune(world, show)
     table = {}
     if world.rank == 0:
         try:
@@ -232,7 +232,7 @@ def plot(args, result, world):
                   linewidth=2.5, label="copying memory")  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_xticks([r["bytes"] for r in result["copy"]])
-        axes.xaxis.set_major_formatter(lambda nbytes, _: short(nbytes))
+        axes.xaxis.set_major_formatter(lambda nbytes, _: figure.short_size(nbytes))
         axes.set_ylim(0)
         axes.set_xlabel("size of the array")
         axes.set_ylabel("bus bandwidth in GB/s")
@@ -242,14 +242,6 @@ def plot(args, result, world):
         axes.grid(axis="y", alpha=0.3)
 
     return figure.figure(draw, args.plot, size=(13, 6.5))
-
-
-def short(nbytes):
-    """Bytes with a unit: 64K, 1M."""
-    for unit, of in reversed(UNITS.items()):
-        if nbytes >= of:
-            return f"{nbytes / of:g}{unit}"
-    return f"{nbytes:g}"
 
 
 def step(args, out):

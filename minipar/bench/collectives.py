@@ -217,21 +217,30 @@ def gloo_all_reduce(world):
     return reduce
 
 
-def tune(world, operations, advance=lambda rows: None):
+TUNED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")  # those in which all know the size
+
+
+def tune(world, advance=lambda rows: None):
     """A table for `choice`: {operation: [[up to so many bytes, algorithm], ...]}, measured on this world."""
     table = {}
-    for operation in operations:
+    for operation in TUNED:
         names = [a for a in ALGORITHMS[operation] if a != "native" or world.transport == "MPI"]
-        if len(names) < 2:
-            continue
-        rows = bench(world, operation, sizes_between(64, 16 << 20, 4), names, rounds=7, advance=advance)
-        limits = []
-        for nbytes in sorted({row["bytes"] for row in rows}):
-            best = min((row for row in rows if row["bytes"] == nbytes), key=lambda row: row["time_us"])["algorithm"]
-            if limits and limits[-1][1] == best:
-                limits[-1][0] = 2 * nbytes
-            else:
-                limits.append([2 * nbytes, best])  # half way, by factors, to the next size
-        limits[-1][0] = None
-        table[operation] = limits
+        if len(names) > 1:
+            rows = bench(world, operation, sizes_between(64, 16 << 20, 4), names, rounds=7, advance=advance)
+            table[operation] = limits_of(rows)
     return table
+
+
+def limits_of(rows):
+    """[[up to so many bytes, algorithm], ...] from the rows of `bench`: the last bytes None, for all above."""
+    limits = []
+    for nbytes in sorted({row["bytes"] for row in rows}):
+        times = {row["algorithm"]: row["time_us"] for row in rows if row["bytes"] == nbytes}
+        best = min(times, key=times.get)
+        if limits and times[limits[-1][1]] < 1.1 * times[best]:
+            best = limits[-1][1]  # what a tenth decides may be noise
+        if not limits or limits[-1][1] != best:
+            limits.append([0, best])
+        limits[-1][0] = 2 * nbytes  # half way, by factors, to the next size
+    limits[-1][0] = None
+    return limits

@@ -5,6 +5,7 @@ import time
 import numpy as np
 
 from minipar.bench.collectives import everyone
+from minipar.collectives import ring, tree
 
 
 def bench_copy(world, sizes, rounds=11, advance=lambda rows: None):
@@ -47,6 +48,38 @@ def bench_p2p(world, sizes, rounds=11, advance=lambda rows: None, pair=(0, 1)):
         rows.append({"op": "p2p", "ranks": list(pair), "bytes": nbytes, "time_us": one * 1e6,
                      "gbps": nbytes / one / 1e9, "both_gbps": 2 * nbytes / two / 1e9})  # fmt: skip
         advance(rows[-1:])
+    return rows
+
+
+def bench_round(world, sizes, rounds=11):
+    """One round of a ring, all ranks at once: send to the right, receive from the left and add: bytes, time_us."""
+    rows = []
+    for nbytes in sizes:
+        out, own, total = (np.zeros(max(1, nbytes // 4), np.float32) for _ in range(3))
+        calls = max(1, min(200, int(5e6 / nbytes)))
+        seconds = _median(
+            world, rounds, calls, lambda o=out, t=total, a=own: ring.shift(o, t, world, "round", np.add, a)
+        )
+        rows.append({"op": "round", "ranks": world.size, "bytes": out.nbytes, "time_us": seconds * 1e6})
+    return rows
+
+
+def bench_hop(world, sizes, rounds=11):
+    """One hop of a tree: rank 0 sends, rank 1 receives and adds; half of there and back: bytes, time_us."""
+    rows, peer = [], 1 - world.rank
+    for nbytes in sizes:
+        out, own, total = (np.zeros(max(1, nbytes // 4), np.float32) for _ in range(3))
+
+        def there_and_back(out=out, own=own, total=total):
+            if world.rank == 0:
+                tree.send(out, peer, world, "hop")
+            if world.rank < 2:
+                ring.receive(total, peer, world, "hop", np.add, own)
+            if world.rank == 1:
+                tree.send(out, peer, world, "hop")
+
+        seconds = _median(world, rounds, max(1, min(200, int(5e6 / nbytes))), there_and_back) / 2
+        rows.append({"op": "hop", "ranks": [0, 1], "bytes": out.nbytes, "time_us": seconds * 1e6})
     return rows
 
 

@@ -30,9 +30,13 @@ ALGORITHMS = {
 }
 # transport -> operation -> ranks (the nearest row from below is taken) -> [(up to so many bytes, algorithm)]
 TABLE = {
-    "MPI": {"all_reduce": {"2": [[None, "shared"]], "3": [[None, "shared"]]}},
+    "MPI": {
+        "all_reduce": {"2": [[1 << 19, "shared"], [None, "halving_doubling"]],
+                       "3": [[1 << 20, "shared"], [None, "ring"]],
+                       "4": [[None, "shared"]]},
+    },
     "threads": {"all_reduce": {"2": [[None, "shared"]]}},
-}
+}  # fmt: skip
 SMALL = 64 * 1024  # bytes up to which latency is what counts between nodes
 
 

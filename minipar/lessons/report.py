@@ -18,23 +18,28 @@ from minipar.errors import DeviceError, LaunchError, ShapeError
 from minipar.launch import available_cores, blas_threads
 from minipar.trace import perfetto, terminal
 
+OPTIONS = ("device", "dtype", "size", "steps", "dropout", "seed", "text")  # those that figures depend on
 MEASURED, COUNTED, PREDICTED = "[cyan]measured[/]", "[green]counted[/]", "[magenta]predicted[/]"
 
 
-def parser(doc, sizes, steps):
-    """The options that all lessons take. doc: the lesson's docstring; sizes: names of model sizes, default second."""
+def parser(doc, sizes, steps=None):
+    """The options that all lessons take, and with `steps` those of lessons that train.
+
+    doc: the lesson's docstring; sizes: names of sizes, the second is the default; steps: default training steps.
+    """
     p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ranks", type=int, help="thread ranks (default 4); under mpirun, what mpirun started")
-    p.add_argument("--steps", type=int, default=steps, help="training steps (default %(default)s)")
-    p.add_argument("--size", choices=list(sizes), default=list(sizes)[1], help="model size (default %(default)s)")
+    p.add_argument("--size", choices=list(sizes), default=list(sizes)[1], help="how large (default %(default)s)")
     p.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    p.add_argument("--dropout", type=float, default=0.0, help="dropout probability (default %(default)s)")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--text", metavar="FILE", help="train on this file instead of Python's own sources")
     p.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     p.add_argument("--no-figure", action="store_true", help="draw no picture and write no trace")
     p.add_argument("--live", action=argparse.BooleanOptionalAction, help="moving progress bar (default: on a terminal)")
+    if steps is not None:
+        p.add_argument("--steps", type=int, default=steps, help="training steps (default %(default)s)")
+        p.add_argument("--dropout", type=float, default=0.0, help="dropout probability (default %(default)s)")
+        p.add_argument("--text", metavar="FILE", help="train on this file instead of Python's own sources")
     return p
 
 
@@ -43,7 +48,7 @@ def main(lesson, options):
     args = options.parse_args()
     if args.json == "":
         options.error("--json needs a file, or - for standard output")
-    if args.steps < 0:
+    if getattr(args, "steps", 0) < 0:
         options.error(f"--steps must be 0 or more, not {args.steps}")
 
     def rank_main(world):
@@ -81,15 +86,9 @@ class Report:
             "lesson": lesson,
             "ranks": world.size,
             "transport": world.transport,
-            "device": args.device,
             "cores": self.cores,
             "blas_threads_per_rank": blas_threads(),
-            "dtype": args.dtype,
-            "size": args.size,
-            "steps": args.steps,
-            "dropout": args.dropout,
-            "seed": args.seed,
-            "text": args.text,
+            **{name: value for name, value in vars(args).items() if name in OPTIONS},
             "minipar": minipar.__version__,
             "numpy": np.__version__,
             "figures": [],
@@ -108,7 +107,7 @@ class Report:
         ranks = f"{f['ranks']} rank{'s' * (f['ranks'] > 1)} ({f['transport']})"
         self.print(
             f"[bold]minipar lesson: {f['lesson']}[/]\n{ranks} on {self.cores} cores, {f['blas_threads_per_rank']} BLAS "
-            f"thread(s) a rank, {f['dtype']}, device {f['device']}, model size {f['size']}"
+            f"thread(s) a rank, {f['dtype']}, device {f['device']}, size {f['size']}"
         )
 
     def print(self, text=""):
@@ -176,6 +175,13 @@ class Report:
         perfetto.write(timeline, trace)
         self.figures["figures"] = [str(path) for path in (*paths, trace)]
         self.print(f"\nWritten: {', '.join(self.figures['figures'])} (open the trace at ui.perfetto.dev)")
+
+    def draw(self, paint, name):
+        """figures/NAME.png and .svg, filled by paint(figure)."""
+        from minipar.trace import figure
+
+        self.figures["figures"] = [str(path) for path in figure.figure(paint, Path("figures") / name)]
+        self.print(f"\nWritten: {', '.join(self.figures['figures'])}")
 
     def _lines(self, what, total):
         done, shown = 0, time.monotonic()

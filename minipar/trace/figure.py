@@ -99,3 +99,43 @@ def draw_speedup(axes, ranks, measured, by_compute, cores, title):
     axes.set_ylabel("speedup over one rank")
     axes.set_title(title)
     axes.legend(loc="upper left", frameon=False)
+
+
+def draw_ring(axes, states):
+    """The rounds of a ring all-reduce; states[round][rank][chunk]: how many ranks' numbers that chunk holds.
+
+    One column a round, one row a rank, one square a chunk: the darker, the more of the sum it holds. What has come in
+    the round has a frame.
+    """
+    n = len(states[0])
+    shades = matplotlib.colormaps["Blues"]
+    for round_, state in enumerate(states):
+        for rank, chunks in enumerate(state):
+            for chunk, held in enumerate(chunks):
+                arrived = round_ and held != states[round_ - 1][rank][chunk]
+                x, y = round_ * (n + 1) + chunk, rank * 1.6
+                axes.add_patch(
+                    matplotlib.patches.Rectangle(
+                        (x + 0.05, y), 0.9, 0.9, facecolor=shades(0.12 + 0.75 * (held - 1) / max(1, n - 1)),
+                        edgecolor=COLOURS["communication"] if arrived else "none", linewidth=2.5,
+                    )
+                )  # fmt: skip
+                axes.text(x + 0.5, y + 0.45, held, ha="center", va="center", fontsize=8 if n > 3 else 11,
+                          color="white" if held > 0.6 * n else "black")  # fmt: skip
+    rounds = len(states)
+    axes.set_xlim(-0.3, rounds * (n + 1) - 0.7)
+    axes.set_ylim(n * 1.6 - 0.5, -0.4)
+    axes.set_xticks([r * (n + 1) + n / 2 for r in range(rounds)], ["start", *range(1, rounds)])
+    axes.set_yticks([rank * 1.6 + 0.45 for rank in range(n)], [f"rank {rank}" for rank in range(n)])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(f"round: {n - 1} that add, {n - 1} that copy")
+    axes.set_title("Ring all-reduce: ranks that each chunk holds")
+
+
+def short_size(nbytes):
+    """Bytes with a unit: 64K, 1M."""
+    for unit, of in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if nbytes >= of:
+            return f"{nbytes / of:g}{unit}"
+    return f"{nbytes:g}"
