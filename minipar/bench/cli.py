@@ -13,8 +13,8 @@ import minipar
 from minipar.bench import collectives, links
 from minipar.bench.step import bench_step
 from minipar.collectives import ALGORITHMS, COMBINE
-from minipar.errors import ShapeError
-from minipar.launch import available_cores
+from minipar.errors import MiniparError, ShapeError
+from minipar.launch import available_cores, launched_ranks
 from minipar.trace.perfetto import check_writable, write_atomically
 
 HEADINGS = (
@@ -91,7 +91,7 @@ def run(args):
     if args.what == "step":
         save(step(args, console(args, True)), args)
     else:
-        minipar.run(rank_main, None if minipar.launch.launched_ranks() else args.ranks or 2, args)
+        minipar.run(rank_main, args.ranks if launched_ranks() else args.ranks or 2, args)
 
 
 def console(args, speaks):
@@ -99,7 +99,15 @@ def console(args, speaks):
 
 
 def rank_main(world, args):
-    """What every rank does; rank 0 alone speaks and writes."""
+    """What every rank does; what a user got wrong ends in a sentence."""
+    try:
+        measure(world, args)
+    except (MiniparError, ValueError) as error:
+        raise SystemExit(f"minipar: {error}") from error
+
+
+def measure(world, args):
+    """Rank 0 alone speaks and writes."""
     out = console(args, world.rank == 0)
     world.check_headers = args.check_headers
     cores = available_cores()
@@ -112,8 +120,8 @@ def rank_main(world, args):
     else:
         begin = args.begin or (8 if args.what == "p2p" else 1024)
         sizes = collectives.sizes_between(begin, args.end, args.factor)
-        measure = {"copy": copy, "p2p": p2p}.get(args.what, collective)
-        result = measure(world, args, sizes, out)
+        kind = {"copy": copy, "p2p": p2p}.get(args.what, collective)
+        result = kind(world, args, sizes, out)
     if world.size > cores:
         out.print(f"{world.size} ranks take turns on {cores} cores: the times hold waiting for a core.")
     if world.rank == 0:

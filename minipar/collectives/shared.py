@@ -117,19 +117,16 @@ class OneShot:
 
     def __init__(self, shape, dtype, comm, reduction, operation):
         check_one_node(comm, operation)
-        if comm.arena is None:
-            comm.arena = Arena(comm)
-        self.views, self.comm, self.reduction, self.operation = (
-            comm.arena.views(shape, dtype),
-            comm,
-            reduction,
-            operation,
-        )
+        self.comm, self.reduction, self.operation = comm, reduction, operation
+        self.shape, self.dtype, self.views = shape, dtype, None
         self.plain = comm.size == 2 and not reduction.wide and not reduction.mean
         self.nbytes = one_shot_traffic(math.prod(shape), dtype.itemsize, comm.size).bytes
 
     def __call__(self, x, out):
         comm, reduction = self.comm, self.reduction
+        if self.views is None:  # now that the ranks have compared what they call
+            comm.arena = comm.arena or Arena(comm, self.operation)
+            self.views = comm.arena.views(self.shape, self.dtype)
         span = stopwatch(self.operation)
         slots = self.views[comm.arena.next_turn()]
         slots[comm.rank][...] = x  # from here on `out` may be written, whatever it overlaps

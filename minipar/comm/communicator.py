@@ -173,7 +173,7 @@ class Communicator:
         """Return when all ranks have come, with everybody's offers: integers, or anything where `sees_objects`."""
         raise NotImplementedError
 
-    def share(self, nbytes):
+    def share(self, nbytes, operation):
         """Every rank's `nbytes` of new memory that all ranks can read and write, as uint8 arrays. All must call it."""
         raise NotImplementedError
 
@@ -237,7 +237,7 @@ class NullCommunicator(Communicator):
     def meet(self, operation, offer=None):
         return [offer] * self.size
 
-    def share(self, nbytes):
+    def share(self, nbytes, operation):
         own = np.zeros(nbytes, np.uint8)
         return [own] * self.size
 

@@ -25,7 +25,7 @@ class SymmetricBuffer:
     def __init__(self, comm, nbytes):
         if len(set(comm.nodes)) > 1:
             raise ShapeError(f"ranks {comm.ranks} are on {len(set(comm.nodes))} nodes, which share no memory.")
-        self.ranks, self.parts = comm.ranks, comm.share(nbytes)
+        self.ranks, self.parts = comm.ranks, comm.share(nbytes, f"SymmetricBuffer of {nbytes} bytes")
         self.own = self.parts[comm.rank]
         self.address = self.own.__array_interface__["data"][0]
         comm.buffers.append(self)
@@ -62,8 +62,8 @@ class SymmetricBuffer:
 class Arena:
     """What the ranks of a group meet in: a flag, two offers and two slots for numbers of each rank."""
 
-    def __init__(self, comm):
-        parts = comm.share(LINE + 2 * ARENA_BYTES)
+    def __init__(self, comm, operation):
+        parts = comm.share(LINE + 2 * ARENA_BYTES, f"{operation}: shared memory")
         lines = [memoryview(part[:LINE]).cast("q") for part in parts]
         self.flags, self.offers = [line[:1] for line in lines], [[line[i:] for line in lines] for i in (1, 2)]
         self.slots = [[part[start : start + ARENA_BYTES] for part in parts] for start in (LINE, LINE + ARENA_BYTES)]

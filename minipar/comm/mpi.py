@@ -165,25 +165,23 @@ class MPICommunicator(Communicator):
         if test():
             return
         start, polls, posted, looked, me = clock(), 0, False, 0.0, self.ranks[self.rank]
-        try:
-            while not test():
-                polls += 1
-                if polls < 300:
-                    give_way()
-                    continue
-                waited = clock() - start
-                time.sleep(min(1e-3, waited / 20))  # wakes at most 5 % of the wait too late
-                if waited > looked + 0.02:
-                    looked = waited
-                    self._compare()
-                    if self.board and not posted and waited > min(0.5, self.timeout / 2):
-                        self.board.waits(me, wait.describe())
-                        posted = True
-                if waited > self.timeout:
-                    raise CommunicationTimeout(self._too_long(wait))
-        finally:
-            if posted:
-                self.board.waits(me, "")
+        while not test():
+            polls += 1
+            if polls < 300:
+                give_way()
+                continue
+            waited = clock() - start
+            time.sleep(min(1e-3, waited / 20))  # wakes at most 5 % of the wait too late
+            if waited > looked + 0.02:
+                looked = waited
+                self._compare()
+                if self.board and not posted and waited > min(0.5, self.timeout / 2):
+                    self.board.waits(me, wait.describe())
+                    posted = True
+            if waited > self.timeout:
+                raise CommunicationTimeout(self._too_long(wait))
+        if posted:  # after an error it stays, for the others to read
+            self.board.waits(me, "")
 
     def _too_long(self, wait):
         me, board = self.ranks[self.rank], self.board.waiting() if self.board else {}
@@ -213,7 +211,7 @@ class MPICommunicator(Communicator):
 
     def meet(self, operation, offer=0):
         if self.arena is None:
-            self.arena = Arena(self)
+            self.arena = Arena(self, operation)
         offers = self.arena.offers[(self.meetings + 1) % 2]
         offers[self.rank][0] = offer
         self.arrive(operation)
@@ -248,8 +246,12 @@ class MPICommunicator(Communicator):
         finally:
             self.overseer.work = None
 
-    def share(self, nbytes):
-        operation = f"SymmetricBuffer of {nbytes} bytes"
+    def end(self, handle, idle):
+        super().end(handle, idle)
+        if handle.error:
+            raise handle.error  # out of the stream's thread, which ends the job: the rank itself may not look for long
+
+    def share(self, nbytes, operation):
         check_room(nbytes * self.size)
         self.barrier(operation)  # a rank that asks for another size is found here, with names, and not inside MPI
         window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.native())

@@ -187,8 +187,8 @@ class ThreadCommunicator(Communicator):
             world.block(self.actor, Meeting(self, operation, offers), self.timeout)
         return [offers[r] for r in range(self.size)]
 
-    def share(self, nbytes):
-        return self.meet(f"SymmetricBuffer of {nbytes} bytes", np.zeros(nbytes, np.uint8))
+    def share(self, nbytes, operation):
+        return self.meet(operation, np.zeros(nbytes, np.uint8))
 
     def hold(self, handle):
         self.world.block(self.actor, handle, FOREVER)
