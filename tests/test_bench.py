@@ -132,7 +132,7 @@ def test_command_line(tmp_path):
     [
         ([], "name what to measure"),
         (["all_reduce", "--algorithms", "magic"], "all_reduce has no algorithm 'magic': choose auto, ring"),
-        (["broadcast", "--algorithms", "limit"], "limit are for all_reduce, not for broadcast"),
+        (["broadcast", "--algorithms", "limit"], "limit: only for all_reduce, not for broadcast"),
         (["all_reduce", "-b", "0"], "'0' is no size"),
         (["all_reduce", "-b", "1Q"], "'1Q' is no size"),
         (["all_reduce", "-f", "1"], "the factor above 1"),
@@ -173,7 +173,7 @@ def test_under_mpi(mpi, operation, tmp_path):
     result = mpi(arguments, ranks=3)
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    names = set(ALGORITHMS[operation]) | ({"symmetric", "limit"} if operation == "all_reduce" else set())
+    names = set(ALGORITHMS[operation]) | ({"symmetric", "limit", "library"} if operation == "all_reduce" else set())
     assert {row["algorithm"] for row in rows} == names and sum(row["wrong"] for row in rows) == 0
     result = mpi([*arguments[:4], "--algorithms", "magic"], ranks=2)
     assert result.returncode != 0 and "has no algorithm 'magic'" in result.stderr and "Traceback" not in result.stderr

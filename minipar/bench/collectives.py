@@ -43,8 +43,9 @@ class Case:
     """One operation at one size on this rank: what to call, and what must come out.
 
     sides: name -> function without arguments, which returns the result; expected: that of this rank, None if it has
-    none. `symmetric` is algorithm shared on arrays in a SymmetricBuffer; `limit` the least that the ranks must read and
-    write for an all-reduce, all at once and without waiting for each other, so its numbers are wrong.
+    none. `library` is the bare call of mpi4py's Allreduce, `symmetric` is algorithm shared on arrays in a
+    SymmetricBuffer, `limit` the least that the ranks must read and write for an all-reduce, all at once and without
+    waiting for each other, so its numbers are wrong.
     """
 
     def __init__(self, operation, world, nbytes, dtype, redop, names, buffer=None, gloo=None):
@@ -71,6 +72,8 @@ class Case:
         for name in names:
             if name in ("symmetric", "limit"):
                 self.sides[name] = self._in_memory(buffer, name)
+            elif name == "library":
+                self.sides[name] = lambda: world.native().Allreduce(self.x, out) or out
             elif name == "gloo":
                 self.sides[name] = lambda: gloo(self.x)
             else:
@@ -138,14 +141,16 @@ def bench(world, operation, sizes, names, dtype="float32", redop="sum", rounds=1
     mean time a call), spread_us (half the distance of the quartiles), algbw_gbps, busbw_gbps (10^9 bytes a second),
     wrong. advance: called with the rows of each size.
     """
-    in_memory = {"symmetric", "limit"} & set(names)
-    if in_memory and operation != "all_reduce":
-        raise ShapeError(f"{' and '.join(sorted(in_memory))} are for all_reduce, not for {operation}.")
-    for name in set(names) - {"symmetric", "limit", "gloo"}:
+    others = {"library", "symmetric", "limit", "gloo"} & set(names)
+    if others and operation != "all_reduce":
+        raise ShapeError(f"{', '.join(sorted(others))}: only for all_reduce, not for {operation}.")
+    for name in set(names) - others:
         choice.choose(operation, 0, world, name)  # an unknown name ends here
-    if "native" in names:
+    if "native" in names or "library" in names:
         world.native()
-    buffer = SymmetricBuffer(world, max(sizes) + 64) if in_memory else None
+    if "library" in names and redop != "sum":
+        raise ShapeError("library: only for sums.")
+    buffer = SymmetricBuffer(world, max(sizes) + 64) if others & {"symmetric", "limit"} else None
     gloo = gloo_all_reduce(world) if "gloo" in names else None
     rows = []
     for nbytes in sizes:
@@ -155,8 +160,8 @@ def bench(world, operation, sizes, names, dtype="float32", redop="sum", rounds=1
         for name in names:
             once = min(_time(case, name, 1, world) for _ in range(3))
             calls[name] = max(1, min(1000, round(SECONDS / 5 / max(once, 1e-7))))
-        for _ in range(rounds):
-            for name in names:
+        for i in range(rounds):
+            for name in np.random.default_rng(i).permutation(names).tolist():  # nobody always follows the same one
                 times[name].append(_time(case, name, calls[name], world))
         wrong = everyone(world, wrong).sum(axis=0)
         new = []

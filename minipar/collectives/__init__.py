@@ -20,6 +20,7 @@ from minipar.arrays import array_module, split_sizes
 from minipar.collectives import shared
 from minipar.collectives.choice import ALGORITHMS, choose
 from minipar.collectives.ring import all_gather as ring_all_gather
+from minipar.collectives.ring import all_reduce as ring_all_reduce
 from minipar.collectives.ring import cut
 from minipar.comm import start
 from minipar.errors import DTypeError, ShapeError
@@ -73,7 +74,7 @@ def all_reduce(x, comm, op="sum", out=None, operation="all_reduce", algorithm="a
     ShapeError for another out, DTypeError for the mean of integers.
     """
     try:
-        plan = comm.plans.get((op, x.dtype, x.shape, operation, algorithm))
+        plan = comm.plans.get((type(x), op, x.dtype, x.shape, operation, algorithm))
     except AttributeError:
         plan = None  # no array: array_module says so
     if plan is None:
@@ -113,6 +114,10 @@ def _plan_all_reduce(x, comm, op, operation, algorithm):
     """
     reduction = reduction_of(array_module(x), op, x.dtype)
     run = choose("all_reduce", x.nbytes, comm, algorithm)
+    if run is shared.all_reduce and not comm.sees_objects and not isinstance(x, np.ndarray):
+        if algorithm != "auto":
+            raise DTypeError(f"{operation}: between processes algorithm 'shared' takes NumPy arrays, not {type(x)}.")
+        run = ring_all_reduce  # through host memory
     alone = comm.size == 1 or comm.moves_nothing
     claim = "" if alone else claim_of(operation, op, x.dtype, x.shape, algorithm)
     by_slots = run is shared.all_reduce and not comm.sees_objects and not alone
@@ -122,7 +127,7 @@ def _plan_all_reduce(x, comm, op, operation, algorithm):
     plan = claim, reduction, None if alone else run, small, {} if in_buffers else None
     if len(comm.plans) > 1000:
         comm.plans.clear()
-    comm.plans[op, x.dtype, x.shape, operation, algorithm] = plan
+    comm.plans[type(x), op, x.dtype, x.shape, operation, algorithm] = plan
     return plan
 
 

@@ -33,7 +33,7 @@ TABLE = {
     "MPI": {
         "all_reduce": {"2": [[1 << 19, "shared"], [None, "halving_doubling"]],
                        "3": [[1 << 20, "shared"], [None, "ring"]],
-                       "4": [[None, "shared"]]},
+                       "4": [[1 << 21, "shared"], [None, "halving_doubling"]]},
     },
     "threads": {"all_reduce": {"2": [[None, "shared"]]}},
 }  # fmt: skip

@@ -38,7 +38,7 @@ class SymmetricBuffer:
     def place(self, x, comm):
         """Where in this buffer the contiguous `x` lies, as a number above 0; 0 if it does not, or comm's ranks do not
         all share it."""
-        if not x.flags.c_contiguous:
+        if not isinstance(x, np.ndarray) or not x.flags.c_contiguous:
             return 0
         offset = x.__array_interface__["data"][0] - self.address
         inside = 0 <= offset and offset + x.nbytes <= self.own.nbytes and set(comm.ranks) <= set(self.ranks)
