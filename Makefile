@@ -40,6 +40,9 @@ test-openmpi: ## the MPI tests on Open MPI
 
 figures: .venv/ready ## draw figures/ anew from real runs
 	$(BIN)/mpirun -n 4 $(BIN)/python -m minipar.lessons.tp
+	$(BIN)/mpirun -n 4 $(BIN)/python -m minipar.lessons.collectives
+	for n in 2 4; do $(BIN)/mpirun -n $$n $(BIN)/python -m minipar bench all_reduce -b 16 -e 64M \
+		--algorithms auto,ring,halving_doubling,tree,shared,library,symmetric,limit --plot figures/bench_all_reduce_$$n; done
 
 lint: .venv/ready ## ruff and the import contract
 	$(BIN)/ruff check minipar tests && $(BIN)/ruff format --check minipar tests && $(BIN)/lint-imports

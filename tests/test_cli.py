@@ -74,5 +74,7 @@ def test_readme_command(command, tmp_path):
 
 
 def test_readme_python(tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True, timeout=60)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True, timeout=60)
