@@ -112,6 +112,7 @@ def test_tune_writes_a_table_that_auto_reads(tmp_path, monkeypatch):
     assert names == ["tree", "tree"]
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     result = run("all_reduce", "-b", 64, "-e", 1024, "--rounds", 1, "--ranks", 3, "--json", "a.json", "--plot", "plot",
                  cwd=tmp_path)  # fmt: skip

@@ -437,6 +437,7 @@ def test_ranks_that_call_different_collectives_are_told_on_every_rank(calls, sai
     assert any(all(text in error for text in said) and "rank 1 called" in error for error in errors), errors
 
 
+@pytest.mark.slow
 def test_a_circle_of_waiting_ranks_is_found_while_others_go_on():
     """Ranks 0 and 1 wait for each other; ranks 2 and 3 are busy, and wait for nobody."""
     stop = threading.Event()

@@ -141,6 +141,7 @@ def mpi_world(launched):
     remedy = (
         'install one MPI with its mpirun, as in pip install "minipar[mpich]", and start with the mpirun beside python'
     )
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # Open MPI: UCX says on every start that shared windows are not its
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, an MPI library is not
