@@ -6,7 +6,7 @@ context variable holds, and every thread has its own.
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -20,6 +20,7 @@ class RankContext:
     step: int = 0  # the training step: random draws are keyed by it
     samples: tuple | None = None  # (first, total): which samples of the global batch this rank computes; None: all
     grad_enabled: bool = True
+    after_backward: list = field(default_factory=list)  # functions to call when the backward pass that runs has ended
     stream: Any = None  # comm.Stream once a collective has been started on it
 
 

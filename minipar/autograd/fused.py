@@ -178,9 +178,7 @@ class CrossEntropy(Function):
         xp = array_module(logits)
         classes = logits.shape[-1]
         if targets.shape != logits.shape[:-1]:
-            raise ShapeError(
-                f"logits of shape {logits.shape} need targets of {logits.shape[:-1]}, not {targets.shape}."
-            )
+            raise ShapeError(f"logits of shape {logits.shape} need targets {logits.shape[:-1]}, not {targets.shape}.")
         z, t = logits.reshape(-1, classes), targets.reshape(-1)
         labelled = t != ignore_index
         t = xp.where(labelled, t, 0)

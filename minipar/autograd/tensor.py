@@ -121,9 +121,7 @@ class Tensor:
         if isinstance(data, (numbers.Number, np.generic, list, tuple)):
             data = np.asarray(data)
         if requires_grad and not is_floating(data.dtype):
-            raise DTypeError(
-                f"a tensor of dtype {data.dtype} cannot require gradients: convert it first, as in x.astype('float32')."
-            )
+            raise DTypeError(f"{data.dtype} cannot require gradients: convert it first, as in x.astype('float32').")
         self.data, self.requires_grad = data, requires_grad
         self.grad = self.node = self.hooks = None
         self.version = [0] if version is None else version  # shared with views, counts in-place changes
@@ -178,16 +176,20 @@ class Tensor:
         """
         if not self.requires_grad:
             raise GraphError("backward on a tensor that depends on nothing with requires_grad=True.")
-        xp = array_module(self.data)
         if grad is None:
             if self.size != 1:
-                raise ShapeError(
-                    f"backward without a gradient needs a tensor of one element, this one is {self.shape}."
-                )
-            grad = xp.ones_like(self.data)
+                raise ShapeError(f"backward without a gradient needs a tensor of one element, not one of {self.shape}.")
+            grad = array_module(self.data).ones_like(self.data)
         elif grad.shape != self.shape:
             raise ShapeError(f"the gradient of a tensor of shape {self.shape} cannot have the shape {grad.shape}.")
-        _walk_back(self.node or self, grad.astype(self.dtype), retain_graph)
+        context = current()
+        outer, context.after_backward = context.after_backward, []
+        try:
+            _walk_back(self.node or self, grad.astype(self.dtype), retain_graph)
+            for function in context.after_backward:
+                function()
+        finally:
+            context.after_backward = outer
 
     def _accumulate(self, grad, fresh):
         """Add `grad` to this leaf's gradient; a `fresh` array, which nobody else holds, is taken as it is."""

@@ -9,6 +9,7 @@ import queue
 import threading
 from dataclasses import replace
 
+from minipar.comm.communicator import clock
 from minipar.context import activate, current
 from minipar.errors import MiniparError
 
@@ -28,7 +29,10 @@ class Handle:
     def wait(self):
         """What the collective returns, once it is there; raises what it has raised."""
         if not self.complete:
+            recorder, start = current().recorder, clock()
             self.comm.hold(self)
+            if recorder:
+                recorder.span("wait", self.name, start, clock())
         if self.error:
             raise self.error
         return self.result
@@ -46,9 +50,7 @@ class Stream:
 
     def __init__(self):
         self.tasks, self.unfinished, self.lock = queue.SimpleQueue(), 0, threading.Lock()
-        rank = current()
-        # Recorders take the spans of one thread: this one's own are no part of what the rank itself does.
-        own = replace(rank, recorder=None, stream=None)
+        own = replace(current(), recorder=None, stream=None, after_backward=[])
         thread = threading.Thread(target=contextvars.copy_context().run, args=(self._work, own), daemon=True)
         thread.name = f"{threading.current_thread().name}, communication stream"
         self.thread = thread
@@ -61,7 +63,8 @@ class Stream:
         with self.lock:
             self.unfinished += 1
             comm.begin(handle)
-        self.tasks.put((handle, function, args, kwargs))
+        recorder = current().recorder
+        self.tasks.put((handle, recorder and recorder.for_stream(), function, args, kwargs))
         return handle
 
     def close(self):
@@ -72,7 +75,7 @@ class Stream:
     def _work(self, context):
         with activate(context):
             while task := self.tasks.get():
-                handle, function, args, kwargs = task
+                handle, context.recorder, function, args, kwargs = task
                 try:
                     handle.result = function(*args, **kwargs)
                 except BaseException as error:

@@ -2,12 +2,13 @@
 
 from minipar.nn.gpt import GPT, Block, GPTConfig, Head
 from minipar.nn.layers import MLP, CausalSelfAttention, Dropout, Embedding, LayerNorm, Linear
-from minipar.nn.module import Module, Parameter
+from minipar.nn.module import Buffer, Module, Parameter
 
 __all__ = [
     "GPT",
     "MLP",
     "Block",
+    "Buffer",
     "CausalSelfAttention",
     "Dropout",
     "Embedding",

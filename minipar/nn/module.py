@@ -19,8 +19,12 @@ class Parameter(Tensor):
         self.shard = shard
 
 
+class Buffer(Tensor):
+    """A Tensor that belongs to the model's state but is not trained, such as a running mean."""
+
+
 class Module:
-    """Base of all layers. Parameters and Modules (also in lists) that are set as attributes belong to it.
+    """Base of all layers. Parameters, Buffers and Modules (also in lists) set as attributes belong to it.
 
     `name` is the dotted path from the root model, given by `assign_names`; draws and messages are labelled with it.
     """
@@ -32,9 +36,9 @@ class Module:
         return self.forward(*args, **kwargs)
 
     def children(self):
-        """(attribute, Module or Parameter) pairs, in the order in which they were set."""
+        """(attribute, Module, Parameter or Buffer) pairs, in the order in which they were set."""
         for key, value in vars(self).items():
-            if isinstance(value, (Module, Parameter)):
+            if isinstance(value, (Module, Parameter, Buffer)):
                 yield key, value
             elif isinstance(value, list):
                 yield from ((f"{key}.{i}", item) for i, item in enumerate(value) if isinstance(item, Module))
@@ -48,10 +52,17 @@ class Module:
 
     def named_parameters(self):
         """(dotted name, Parameter); a tied parameter appears once, under its first name."""
+        return self._named(Parameter)
+
+    def named_buffers(self):
+        """(dotted name, Buffer)."""
+        return self._named(Buffer)
+
+    def _named(self, kind):
         seen = set()
         for prefix, module in self.named_modules():
             for key, child in module.children():
-                if isinstance(child, Parameter) and child not in seen:
+                if isinstance(child, kind) and child not in seen:
                     seen.add(child)
                     yield (f"{prefix}.{key}" if prefix else key), child
 
@@ -75,19 +86,19 @@ class Module:
         return self.train(False)
 
     def to(self, xp):
-        """Move all parameters to the array module `xp` (see arrays.device), in place; returns self."""
-        for parameter in self.parameters():
-            host = arrays.to_host(parameter.data)
-            parameter.data, parameter.grad = host if xp is np else xp.asarray(host), None
+        """Move parameters and buffers to the array module `xp` (see arrays.device), in place; returns self."""
+        for _, tensor in self._named((Parameter, Buffer)):
+            host = arrays.to_host(tensor.data)
+            tensor.data, tensor.grad = host if xp is np else xp.asarray(host), None
         return self
 
     def state_dict(self):
-        """Name -> host copy of each parameter."""
-        return {name: arrays.to_host(p.data).copy() for name, p in self.named_parameters()}
+        """Name -> host copy of each parameter and buffer."""
+        return {name: arrays.to_host(t.data).copy() for name, t in self._named((Parameter, Buffer))}
 
     def load_state_dict(self, state):
         """Copy in what `state_dict` gave. Names and shapes must agree, else ShapeError and nothing is changed."""
-        own = dict(self.named_parameters())
+        own = dict(self._named((Parameter, Buffer)))
         if own.keys() != state.keys():
             raise ShapeError(
                 f"the state does not fit the model: missing {sorted(own.keys() - state.keys())}, "

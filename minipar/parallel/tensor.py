@@ -14,9 +14,6 @@ by heads. So a layer costs two all-reduces forward and two backward, each of bat
 Pieces need not be equal: 8 heads on 3 ranks are 3, 3 and 2.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 from minipar.arrays import array_module, split_bounds, split_sizes
 from minipar.autograd import Function
 from minipar.autograd import functional as F
@@ -24,6 +21,7 @@ from minipar.autograd.fused import check_range
 from minipar.collectives import all_gather, all_reduce
 from minipar.errors import ShapeError
 from minipar.nn import Module, Parameter
+from minipar.parallel.shard import Shard
 
 # --- the conjugate operators -----------------------------------------------------------------------------------------
 
@@ -78,17 +76,6 @@ def reduce_from_region(x, comm, name):
 
 
 # --- pieces of parameters --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The piece of a whole parameter that a rank holds: [start, stop) of `size` along `axis`; `comm` has the rest."""
-
-    axis: int
-    start: int
-    stop: int
-    size: int
-    comm: Any
 
 
 def split_units(units, comm, what):

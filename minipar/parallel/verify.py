@@ -10,6 +10,7 @@ from minipar.arrays import to_host
 from minipar.collectives import all_gather
 from minipar.errors import ShapeError
 from minipar.optim import SGD
+from minipar.parallel.shard import whole
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,6 @@ def relative_error(actual, expected):
     return math.inf if math.isnan(error) else error
 
 
-def whole(parameter, array):
-    """`array` (the data or gradient of `parameter`) put together from the pieces that the ranks hold."""
-    shard = parameter.shard
-    if shard is None or array is None:
-        return array
-    return all_gather(array, shard.comm, axis=shard.axis, operation="all_gather for verification")
-
-
 def replicas_equal(model, world):
     """Whether every parameter that is not split is bitwise the same on all ranks of `world`."""
     digest = hashlib.blake2b(digest_size=16)
@@ -61,11 +54,12 @@ def replicas_equal(model, world):
     return bool((digests == digests[0]).all())
 
 
-def equivalent(model, parallel_model, batch, world, steps=3, optimizer=None):
+def equivalent(model, parallel_model, batch, world, steps=3, optimizer=None, part=None):
     """Train both models on `batch` for `steps` steps and compare loss, gradients and parameters.
 
     Every rank of `world` calls it with the same whole `model` (one rank's work, done by each) and its part of the
-    parallel one, initialised alike. batch: (tokens, targets), integers (batch, time). optimizer: makes one from a
+    parallel one, initialised alike. batch: (tokens, targets), integers (batch, time). part: this rank's samples of it,
+    where the ranks share them out; all of it otherwise. optimizer: makes one from a
     list of parameters; SGD with momentum by default, since it is linear in the gradient. (Adam divides a gradient by
     its own size, so where the true gradient is 0, as for a key's bias, it turns rounding noise into full steps.)
     At least 2 steps: biases start at 0, so what is wrong with them shows from the second step on. Returns an
@@ -82,9 +76,9 @@ def equivalent(model, parallel_model, batch, world, steps=3, optimizer=None):
     worst = ""
     for _ in range(steps):
         losses = []
-        for m in (model, parallel_model):
+        for m, samples in ((model, batch), (parallel_model, batch if part is None else part)):
             m.zero_grad()
-            loss = m.loss(*batch)
+            loss = m.loss(*samples)
             loss.backward()
             losses.append(loss.data)
         loss_error = max(loss_error, relative_error(losses[1], losses[0]))

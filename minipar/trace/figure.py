@@ -1,6 +1,7 @@
 """Pictures: one style and one meaning for each colour in every lesson. Nothing here needs a display."""
 
 import io
+import itertools
 from pathlib import Path
 
 import matplotlib
@@ -50,18 +51,25 @@ def figure(draw, path, size=(16, 6.5)):
 
 
 def draw_timeline(axes, timeline, title):
-    """One row a rank, time in milliseconds from left to right; long regions of rank 0 are named above its row."""
+    """One row a rank, time in milliseconds from left to right; long regions of rank 0 are named above its row.
+
+    Where ranks have a communication stream, its row lies below the rank's own.
+    """
     used = []
-    for rank in range(timeline.ranks):
+    places = {"compute": (-0.4, 0.8)}
+    if len(timeline.streams) > 1:
+        places = {"compute": (-0.4, 0.5), "communication": (0.12, 0.26)}
+    for rank, (stream, (top, height)) in itertools.product(range(timeline.ranks), places.items()):
         bars = {}
-        for s in timeline.flat(rank):
+        for s in timeline.flat(rank, stream):
             kind = "waiting" if s.kind in WAITING else s.kind
-            bars.setdefault(kind, []).append((s.start * 1e3, (s.end - s.start) * 1e3))
+            if stream == "compute" or s.kind != "idle":
+                bars.setdefault(kind, []).append((s.start * 1e3, (s.end - s.start) * 1e3))
         for kind, spans in bars.items():
-            axes.broken_barh(spans, (rank - 0.4, 0.8), facecolors=COLOURS[kind], linewidth=0)
+            axes.broken_barh(spans, (rank + top, height), facecolors=COLOURS[kind], linewidth=0)
             used.append(kind)
     for s in timeline.spans:
-        if s.rank == 0 and s.kind not in INNER and s.end - s.start > 0.12 * timeline.end:
+        if s.rank == 0 and s.stream == "compute" and s.kind not in INNER and s.end - s.start > 0.12 * timeline.end:
             axes.text((s.start + s.end) * 500, -0.44, s.name, ha="center", va="bottom", color=COLOURS[s.kind],
                       weight="bold", parse_math=False)  # fmt: skip
     axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])

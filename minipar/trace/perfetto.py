@@ -1,6 +1,6 @@
 """Write a timeline as Trace Event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-Each rank is a process with three tracks: compute, communication, and its messages, from which arrows lead to the
+Each rank is a process with tracks: compute, communication, and its messages, from which arrows lead to the
 receiver's. Times are multiples of 1/8 microsecond, which binary fractions hold exactly: no reader's rounding can make
 slices overlap.
 """
@@ -12,8 +12,8 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
-COMPUTE, COMMUNICATION, MESSAGES = range(3)
-TRACKS = ("compute", "communication", "messages")
+COMPUTE, COMMUNICATION, MESSAGES, STREAM = range(4)
+TRACKS = ("compute", "communication", "messages", "communication stream")
 
 
 def trace_events(timeline):
@@ -22,10 +22,12 @@ def trace_events(timeline):
     for rank in range(timeline.ranks):
         events.append(_name(rank, 0, "process_name", f"rank {rank}"))
         events.append({**_name(rank, 0, "process_sort_index", ""), "args": {"sort_index": rank}})
-        events += [_name(rank, track, "thread_name", name) for track, name in enumerate(TRACKS)]
-        for s in timeline.flat(rank):
+        tracks = TRACKS if len(timeline.streams) > 1 else TRACKS[:STREAM]
+        events += [_name(rank, track, "thread_name", name) for track, name in enumerate(tracks)]
+        for s in itertools.chain.from_iterable(timeline.flat(rank, stream) for stream in timeline.streams):
             if s.kind != "idle":
                 track = COMMUNICATION if s.kind in ("communication", "wait") else COMPUTE
+                track = track if s.stream == "compute" else STREAM
                 name = s.name if track == COMPUTE or s.kind != "wait" else f"wait: {s.name}"
                 events.append(_slice(rank, track, name, s.kind, _us(s.start), _us(s.end)))
         events += _message_slices(timeline.messages, rank)

@@ -1,5 +1,6 @@
 """What a rank writes down while it runs: spans of time, and the messages that reached it."""
 
+import copy
 import time
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -9,7 +10,8 @@ class Span(NamedTuple):
     """`kind` of work from `start` to `end` (seconds on the recorder's clock).
 
     kind: forward, backward, weight_gradient, optimizer, other (compute regions, which may nest); communication, wait
-    (inside them: moving a message, and waiting for a peer who has not come to it yet).
+    (inside them: moving a message, and waiting for a peer who has not come to it yet). stream: "compute" for what the
+    rank itself does, "communication" for what its communication stream does meanwhile.
     """
 
     rank: int
@@ -17,6 +19,7 @@ class Span(NamedTuple):
     name: str
     start: float
     end: float
+    stream: str = "compute"
 
 
 class Message(NamedTuple):
@@ -34,12 +37,18 @@ class Message(NamedTuple):
 class Recorder:
     """The record of one rank, kept in its context: `current().recorder = Recorder(rank)`."""
 
-    def __init__(self, rank, clock=time.perf_counter):
-        self.rank, self.clock = rank, clock
+    def __init__(self, rank, clock=time.perf_counter, stream="compute"):
+        self.rank, self.clock, self.stream = rank, clock, stream
         self.spans, self.messages = [], []
 
+    def for_stream(self):
+        """The same record, for the rank's communication stream to write in."""
+        other = copy.copy(self)
+        other.stream = "communication"
+        return other
+
     def span(self, kind, name, start, end):
-        self.spans.append(Span(self.rank, kind, name, start, end))
+        self.spans.append(Span(self.rank, kind, name, start, end, self.stream))
 
     def message(self, *fields):
         self.messages.append(Message(*fields))

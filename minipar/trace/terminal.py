@@ -1,5 +1,7 @@
 """A timeline as coloured text: one row a rank, one letter a slice of time, as many of a letter as its share."""
 
+import itertools
+
 from rich.text import Text
 
 LETTERS = {  # kind: (letter, style, what the legend says)
@@ -16,12 +18,12 @@ LETTERS = {  # kind: (letter, style, what the legend says)
 
 def render(timeline, width=100):
     """The timeline as rich Text of `width` columns: a row a rank, an axis in milliseconds, a legend."""
-    label = len(f"rank {timeline.ranks - 1} ")
+    label = max(len(f"rank {timeline.ranks - 1} "), 7 * (len(timeline.streams) > 1))
     columns = max(10, width - label - 1)
     text, used = Text(), set()
-    for rank in range(timeline.ranks):
-        text.append(f"rank {rank} ".rjust(label))
-        for kind in _cells(timeline.flat(rank), timeline.end, columns):
+    for rank, stream in itertools.product(range(timeline.ranks), timeline.streams):
+        text.append((f"rank {rank} " if stream == "compute" else "stream ").rjust(label))
+        for kind in _cells(timeline.flat(rank, stream), timeline.end, columns):
             used.add(kind)
             text.append(LETTERS[kind][0], LETTERS[kind][1])
         text.append("\n")

@@ -72,9 +72,14 @@ class Timeline:
     def end(self):
         return max((s.end for s in self.spans), default=0.0)
 
-    def flat(self, rank):
+    @property
+    def streams(self):
+        """Those that anything was recorded on, "compute" first."""
+        return ["compute", *{s.stream for s in self.spans} - {"compute"}]
+
+    def flat(self, rank, stream="compute"):
         """The rank's spans in order without overlaps: at each moment the innermost one, and "idle" where none runs."""
-        own = [s for s in self.spans if s.rank == rank and s.end > s.start]
+        own = [s for s in self.spans if s.rank == rank and s.stream == stream and s.end > s.start]
         own.sort(key=lambda s: (s.start, -s.end, s.kind in INNER))  # an outer span comes before what is inside it
         pieces, running, at = [], [], 0.0
 
@@ -83,7 +88,7 @@ class Timeline:
             while at < until:
                 while running and running[-1].end <= at:
                     running.pop()
-                innermost = running[-1] if running else Span(rank, "idle", "idle", at, until)
+                innermost = running[-1] if running else Span(rank, "idle", "idle", at, until, stream)
                 pieces.append(innermost._replace(start=at, end=min(until, innermost.end)))
                 at = pieces[-1].end
 
