@@ -169,18 +169,22 @@ def reduce_scatter(x, comm, op="sum", sizes=None, operation="reduce_scatter", al
     return own
 
 
-def all_gather(x, comm, axis=0, sizes=None, operation="all_gather", algorithm="auto"):
+def all_gather(x, comm, axis=0, sizes=None, out=None, operation="all_gather", algorithm="auto"):
     """All ranks' x joined along `axis`, where their sizes may differ; their other axes and dtypes may not.
 
-    sizes: those sizes if every rank knows them; None exchanges them first. Raises ShapeError if x is 0-d or does not
-    have the size that `sizes` gives it.
+    sizes: those sizes if every rank knows them; None exchanges them first. out: where to write them along axis 0,
+    contiguous; x may be this rank's own piece of it. Raises ShapeError if x is 0-d or does not have the size that
+    `sizes` gives it, or for another out.
     """
     xp = array_module(x)
     _check_rows(x, operation)
     rows = xp.moveaxis(x, axis, 0)
     _agree(comm, operation, "rows", x.dtype, f"{rows.shape[1:]} along axis {axis}", algorithm)
     sizes = _sizes(x, axis, sizes, comm, operation)
-    gathered = xp.empty((sum(sizes), *rows.shape[1:]), x.dtype)
+    shape = (sum(sizes), *rows.shape[1:])
+    if out is not None and (out.shape != shape or out.dtype != x.dtype or axis or not out.flags.c_contiguous):
+        raise ShapeError(f"{operation}: out must be {x.dtype} {shape} and contiguous, for axis 0.")
+    gathered = xp.empty(shape, x.dtype) if out is None else out
     run = choose("all_gather", gathered.nbytes, comm, algorithm)
     start = sum(sizes[: comm.rank])
     gathered[start : start + sizes[comm.rank]] = rows

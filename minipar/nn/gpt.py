@@ -30,8 +30,8 @@ class GPTConfig:
         if self.width % self.heads:
             allowed = [h for h in range(1, self.width + 1) if not self.width % h]
             raise ShapeError(f"width {self.width} does not divide into {self.heads} heads; allowed are {allowed}.")
-        if not 0 <= self.dropout < 1:
-            raise ShapeError(f"dropout is a probability from 0 to below 1, not {self.dropout}.")
+        if not 0 <= self.dropout <= 0.9999:
+            raise ShapeError(f"dropout is a probability from 0 to 0.9999, not {self.dropout}.")
 
     @property
     def multiplications(self):

@@ -49,11 +49,9 @@ class GlobalMean(Function):
 class Bucket:
     """Parameters of one dtype, and their gradients one after another in the 1-D array `flat`."""
 
-    def __init__(self, named, flat):
-        self.flat, self.views, self.missing, end = flat, {}, set(), 0
-        for _, parameter in named:
-            begin, end = end, end + parameter.size
-            self.views[parameter] = flat[begin:end].reshape(parameter.shape)
+    def __init__(self, parameters, flat):
+        self.flat, self.missing = flat, set()  # missing: whose gradient has yet to come in this backward pass
+        self.views = lay_over(flat, parameters)  # parameter -> its place in flat
 
     def take(self, parameter):
         """Move a gradient that has come to its place, while it is in the cache; from then on it grows there."""
@@ -62,19 +60,26 @@ class Bucket:
             view[...] = parameter.grad
             parameter.grad = view
 
-    def fill(self):
-        """Zeros for gradients that this rank does not have."""
+    def complete(self):
+        """Put zeros where this rank has no gradient; returns the parameters that have one."""
         for parameter, view in self.views.items():
             if parameter.grad is None:
                 view[...] = 0
-
-    def scale(self, factor):
-        self.flat *= factor
+        return {parameter for parameter in self.views if parameter.grad is not None}
 
     def close(self, result, used):
         """All ranks' gradients are there; a parameter that no rank used has none, as in one process."""
         for parameter, view in self.views.items():
-            parameter.grad = view if used[parameter] else None
+            parameter.grad = view if parameter in used else None
+
+
+def lay_over(flat, parameters):
+    """{parameter: the next piece of the 1-D array `flat`, in its shape}."""
+    views, end = {}, 0
+    for parameter in parameters:
+        begin, end = end, end + parameter.size
+        views[parameter] = flat[begin:end].reshape(parameter.shape)
+    return views
 
 
 def all_reduce_bucket(bucket, comm, operation):
@@ -100,7 +105,7 @@ class DataParallel(Module):
         self.sync, self.unused = True, []
         self.buckets, self.trainable, self.removers, self.warned = [], None, [], False
         self.micro_batches = []  # since the last exchange: (this rank's mean, its targets, table of all ranks' counts)
-        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             broadcast(tensor.data, self.comm, out=tensor.data, operation=f"broadcast {name}")
         self.memory = self.allocate()
 
@@ -110,7 +115,11 @@ class DataParallel(Module):
     def forward(self, x):
         """The model's forward on this rank's samples x."""
         with self._own_samples(self._exchange_counts(0, len(x))):
-            return self.model(x)
+            return self.run(lambda: self.model(x))
+
+    def run(self, function):
+        """function(), which computes with the parameters."""
+        return function()
 
     def loss(self, tokens, targets):
         """Mean loss of the labelled targets on all ranks; tokens, targets: this rank's own samples, or none.
@@ -128,7 +137,7 @@ class DataParallel(Module):
         """
         counts = self._exchange_counts(count, samples)
         with self._own_samples(counts):
-            local = function()
+            local = self.run(function)
         if local.requires_grad:
             return GlobalMean.apply(local, owner=self, counts=counts)
         total = all_reduce(np.array(local.item() * count), self.comm, operation="all_reduce loss")
@@ -177,11 +186,11 @@ class DataParallel(Module):
             context.after_backward.append(self.finish)
             if not self.micro_batches:
                 self._start_step()
-            self.exchanges, self.handles = self.sync, []
+            self.exchanges, self.handles, self.used = self.sync, [], []
             for bucket in self.buckets:
                 bucket.missing = set(bucket.views)
         elif self.handles:
-            raise GraphError("gradients of another loss in this backward pass are on their way: add the losses in `average`.")
+            raise GraphError("another loss of this backward pass is being exchanged already: add them up in `average`.")
         own, total = int(table[self.comm.rank, 0]), int(table[:, 0].sum())
         self.micro_batches.append((value, own, table))
         self.labelled += total
@@ -203,41 +212,48 @@ class DataParallel(Module):
         """The hook of every parameter: its gradient is complete in this backward pass."""
         if self.finish not in current().after_backward:
             raise GraphError(f"the gradient of {name} is no part of the ranks' mean: call backward on loss or average.")
+        if parameter not in bucket.missing:
+            raise GraphError(f"the gradient of {name} came after its bucket was sent.")
         bucket.take(parameter)
         bucket.missing.discard(parameter)
-        # In the same order on all ranks, whatever each of them uses.
+        self.launch()
+
+    def launch(self):
+        """Send the buckets that are complete, in the same order on all ranks whatever each of them uses."""
         while self.exchanges and len(self.handles) < len(self.buckets) and not self.next_bucket.missing:
-            self._send()
+            self.send()
 
     @property
     def next_bucket(self):
         return self.buckets[len(self.handles)]
 
-    def _send(self):
+    def send(self):
         bucket = self.next_bucket
+        used, bucket.missing = bucket.complete(), set()
+        self.used += [p in used for p in bucket.views]
         if self.reference != max(1, self.labelled):
-            bucket.scale(self.reference / max(1, self.labelled))
+            bucket.flat *= self.reference / max(1, self.labelled)
         self.handles.append(start(self.reduce, bucket, self.comm, operation=f"reduce bucket {len(self.handles)}"))
 
     def finish(self):
         """The backward pass has ended."""
         if not self.exchanges:
             return
-        used = [p.grad is not None for p in self.trainable]
         while len(self.handles) < len(self.buckets):
-            self.next_bucket.fill()
-            self._send()
+            self.send()
         means = [float(value) * own for value, own, _ in self.micro_batches]
-        sums = start(all_reduce, np.array([*means, *used], np.float64), self.comm, operation="all_reduce loss and use")
+        numbers = np.array([*means, *self.used], np.float64)
+        sums = start(all_reduce, numbers, self.comm, operation="all_reduce loss and use")
         results = [handle.wait() for handle in self.handles]
         sums = sums.wait()
         for (value, _, table), total in zip(self.micro_batches, sums, strict=False):
             value[...] = total / max(1, table[:, 0].sum())
-        used = dict(zip(self.trainable, sums[len(means) :] > 0, strict=True))
+        flags = dict(zip((p for bucket in self.buckets for p in bucket.views), sums[len(means) :] > 0, strict=True))
+        used = {p for p, flag in flags.items() if flag}
         for bucket, result in zip(self.buckets, results, strict=True):
             bucket.close(result, used)
         self._carry()
-        self._report([name for name, p in self.model.named_parameters() if not used.get(p, True)])
+        self._report([name for name, p in self.model.named_parameters() if p in flags and p not in used])
         self._average_buffers()
         self.micro_batches = []
 
@@ -280,7 +296,7 @@ class DataParallel(Module):
         begin = 0
         for group in fill_buckets(reversed(named), self.bucket_bytes):
             dtype, nbytes = group[0][1].dtype, sum(p.data.nbytes for _, p in group)
-            bucket = Bucket(group, self.memory[begin : begin + nbytes].view(dtype))
+            bucket = Bucket([p for _, p in group], self.memory[begin : begin + nbytes].view(dtype))
             begin += -(-nbytes // 64) * 64
             self.buckets.append(bucket)
             self.watch(bucket, group)

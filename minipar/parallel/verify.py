@@ -15,7 +15,11 @@ from minipar.parallel.shard import whole
 
 @dataclass(frozen=True)
 class Equivalence:
-    """How far a parallel model is from the whole one. Errors are max |a - b| / max |b|, the largest over parameters."""
+    """How far a parallel model is from the whole one. Errors are max |a - b| / max |b|, the largest over parameters.
+
+    A gradient counts as no smaller than a thousandth of the model's largest: where what a parameter does cancels out,
+    only rounding noise is left of it, and that has no digits to agree on.
+    """
 
     loss_relative_error: float
     gradient_relative_error: float
@@ -30,15 +34,15 @@ class Equivalence:
         return close and self.replicated_equal
 
 
-def relative_error(actual, expected):
+def relative_error(actual, expected, floor=0.0):
     """max |actual - expected| / max |expected|, in float64; 0 where both are zero or empty, infinite where one is NaN.
 
-    None, a gradient that is not there, equals None alone.
+    None, a gradient that is not there, equals None alone. floor: the least to divide by.
     """
     if actual is None or expected is None:
         return 0.0 if actual is expected else math.inf
     actual, expected = to_host(actual).astype(np.float64), to_host(expected).astype(np.float64)
-    scale = np.abs(expected).max(initial=0.0)
+    scale = max(np.abs(expected).max(initial=0.0), floor)
     difference = np.abs(actual - expected).max(initial=0.0)
     error = float(difference / scale) if scale else float(difference)
     return math.inf if math.isnan(error) else error
@@ -82,8 +86,9 @@ def equivalent(model, parallel_model, batch, world, steps=3, optimizer=None, par
             loss.backward()
             losses.append(loss.data)
         loss_error = max(loss_error, relative_error(losses[1], losses[0]))
+        floor = max((abs(p.grad).max(initial=0) for p in model.parameters() if p.grad is not None), default=0)
         for name, ours, theirs in _pairs(parallel_model, model):
-            error = relative_error(whole(ours, ours.grad), theirs.grad)
+            error = relative_error(whole(ours, ours.grad), theirs.grad, float(floor) / 1000)
             if error >= gradient_error:
                 gradient_error, worst = error, name
         for each in optimizers:
