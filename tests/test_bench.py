@@ -67,11 +67,24 @@ def test_wrong_numbers_are_counted_on_all_ranks(monkeypatch):
     assert rows[0]["wrong"] == 3
 
 
+@pytest.mark.slow
+def test_float16_rows_under_mpi_leave_out_what_mpi_cannot_do(mpi):
+    arguments = ["-m", "minipar", "bench", "broadcast", "--dtype", "float16", "-b", 64, "-e", 64, "--rounds", 1]
+    result = mpi(arguments, ranks=2)
+    assert result.returncode == 0 and "native" not in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_wrong_option_is_told_once_under_mpi(mpi):
+    result = mpi(["-m", "minipar", "bench"], ranks=3)
+    assert result.returncode and result.stderr.count("name either what to measure") == 1
+
+
 def test_sizes():
     assert collectives.sizes_between(8, 64, 2) == [8, 16, 32, 64]
     assert collectives.sizes_between(1000, 1000, 2) == [1000]
     for begin, end, factor in [(0, 8, 2), (8, 4, 2), (8, 16, 1)]:
-        with pytest.raises(ShapeError, match="begin must be at least 1"):
+        with pytest.raises(ShapeError, match=f"sizes from {begin} to {end} bytes by {factor}"):
             collectives.sizes_between(begin, end, factor)
 
 
@@ -131,13 +144,13 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "name what to measure"),
+        ([], "name either what to measure, or a table to --tune"),
         (["all_reduce", "--algorithms", "magic"], "all_reduce has no algorithm 'magic': choose auto, ring"),
         (["broadcast", "--algorithms", "limit"], "limit: only for all_reduce, not for broadcast"),
         (["all_reduce", "-b", "0"], "'0' is no size"),
         (["all_reduce", "-b", "1Q"], "'1Q' is no size"),
         (["all_reduce", "-f", "1"], "the factor above 1"),
-        (["all_reduce", "-b", "2M", "-e", "1M"], "begin must be at least 1"),
+        (["all_reduce", "-b", "2M", "-e", "1M"], "sizes from 2097152 to 1048576 bytes by 4"),
         (["all_reduce", "--ranks", "0"], "whole number from 1 on"),
         (["all_reduce", "--redop", "mean", "--dtype", "int32", "-e", "1K"], "mean of int32"),
         (["all_reduce", "--algorithms", "native", "-e", "1K"], "start with mpirun"),

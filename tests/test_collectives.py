@@ -37,7 +37,7 @@ from minipar.collectives import (
     tree,
 )
 from minipar.collectives.ring import SEGMENT_BYTES
-from minipar.comm import NullCommunicator, ThreadCommunicator, Traffic, thread
+from minipar.comm import NullCommunicator, SymmetricBuffer, ThreadCommunicator, Traffic, thread
 from minipar.errors import DeadlockError, DTypeError, LaunchError, MessageMismatch, ShapeError
 
 BY_MESSAGES = ["ring", "tree", "halving_doubling"]
@@ -552,7 +552,49 @@ def test_what_cannot_be_done_is_said():
         with pytest.raises(ShapeError, match="sizes"):
             reduce_scatter(np.ones(5), world, sizes=[2, 2])
 
+        for call in (
+            lambda: broadcast([1.0], world),
+            lambda: broadcast(np.ones(1), world, out=[0.0]),
+            lambda: scatter(np.ones((2, 1)), [[0.0]], world),
+        ):
+            with pytest.raises(DTypeError, match="needed here, not a list"):
+                call()
+        for op in (["sum"], None, np.add):
+            with pytest.raises(ValueError, match="is unknown: choose one of sum, mean"):
+                all_reduce(np.ones(3), world, op=op)
+        for array in (np.array(["a", "b"]), np.array([None, 1])):
+            with pytest.raises(DTypeError, match="cannot be added up: only numbers can"):
+                all_reduce(array, world)
+        with pytest.raises(DTypeError, match="object arrays hold addresses"):
+            world.isend(np.array([None]), 0)
+        for root in (-1, 2, 0.5, "0", None):
+            with pytest.raises(ShapeError, match=r"root .* is not in this group of 2 ranks"):
+                broadcast(np.ones(2), world, root=root)
+        with pytest.raises(ShapeError, match="SymmetricBuffer of -8 bytes is not possible"):
+            SymmetricBuffer(world, -8)
+
     minipar.run(main, ranks=2)
+
+
+def test_scatter_into_part_of_an_array_is_refused_not_lost():
+    def main(world):
+        with pytest.raises(ShapeError, match="out must be contiguous"):
+            scatter(np.ones((4, 2)), np.zeros((2, 4))[:, ::2], world)
+
+    minipar.run(main, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (lambda w: w.barrier(), lambda w: w.split(0), "barrier.*split|split.*barrier"),
+        (lambda w: w.barrier(), lambda w: all_reduce(np.ones(1), w), "barrier"),
+        (lambda w: SymmetricBuffer(w, 64), lambda w: SymmetricBuffer(w, 128), "SymmetricBuffer of (64|128) bytes"),
+    ],
+)
+def test_what_all_ranks_set_up_together_is_compared_too(one, other, said):
+    with pytest.raises(MessageMismatch, match=said):
+        minipar.run(lambda world: (other if world.rank == 1 else one)(world), ranks=3)
 
 
 def test_split_sizes():

@@ -49,6 +49,8 @@ def alive(pid):
         ("early", None, "ImportError: planted"),
         ("kill", None, "minipar: rank 2 of 4 died without a word"),
         ("everywhere", 1, "minipar: rank 0 of 4 failed:"),
+        ("done", 1, "rank 2, which has ended"),
+        ("more", 1, "every rank must call the same"),
     ],
 )
 def test_mp1_one_rank_ends_all(mpi, programs, how, code, text):
@@ -142,6 +144,23 @@ def test_thread_mismatch_names_both_sides(array, operation):
 
     with pytest.raises(MessageMismatch, match=r"rank 0 sent .* but rank 1 expected 'x' \(float64, 24 bytes\)"):
         minipar.run(main, ranks=2)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_thread_rank_may_exit_without_a_failure_unless_others_wait(code):
+    def leave(world, waits):
+        if world.rank == 1:
+            sys.exit(code)
+        if waits:
+            world.recv(np.empty(1), 1, "more")
+        reached.append(world.rank)
+
+    reached = []
+    with pytest.raises(SystemExit) as caught:
+        minipar.run(leave, 3, False)
+    assert caught.value.code == code and sorted(reached) == [0, 2]
+    with pytest.raises(DeadlockError, match=r"recv \(more, 8 bytes\) from rank 1.*rank 1 has finished"):
+        minipar.run(leave, 2, True)
 
 
 def test_interrupt_of_thread_ranks():

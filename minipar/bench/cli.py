@@ -14,7 +14,7 @@ from minipar.bench import collectives, links
 from minipar.bench.step import bench_step
 from minipar.collectives import ALGORITHMS, COMBINE
 from minipar.errors import MiniparError, ShapeError
-from minipar.launch import available_cores, launched_ranks
+from minipar.launch import available_cores, launched_rank, launched_ranks
 from minipar.trace.perfetto import check_writable, write_atomically
 
 HEADINGS = (
@@ -77,21 +77,26 @@ def add_options(bench):
 def run(args):
     """Do what the options say; a MiniparError is the caller's to tell."""
     if (args.what is None) == (args.tune is None):
-        sys.exit("minipar: name what to measure, or a table to --tune: python -m minipar bench --help")
+        refuse("name either what to measure, or a table to --tune: python -m minipar bench --help")
     if {"torch": "step", "gloo": "all_reduce"}.get(args.against, args.what) != args.what:
-        sys.exit(f"minipar: --against {args.against} is not for {args.what or '--tune'}.")
+        refuse(f"--against {args.against} is not for {args.what or '--tune'}.")
     if args.plot and args.what not in ALGORITHMS:
-        sys.exit("minipar: --plot is for collectives.")
+        refuse("--plot is for collectives.")
     for path in (args.json if args.json != "-" else None, args.tune, args.plot and f"{args.plot}.png"):
         try:
             if path is not None:
                 check_writable(path)
         except OSError as error:
-            sys.exit(f"minipar: nothing can be written to {path!r}: {error.strerror or error}.")
+            refuse(f"nothing can be written to {path!r}: {error.strerror or error}.")
     if args.what == "step":
         save(step(args, console(args, True)), args)
     else:
         minipar.run(rank_main, args.ranks if launched_ranks() else args.ranks or 2, args)
+
+
+def refuse(why):
+    """End this process; under mpirun they all do, and rank 0 says why."""
+    sys.exit(1 if launched_rank() else f"minipar: {why}")
 
 
 def console(args, speaks):
@@ -134,6 +139,8 @@ def collective(world, args, sizes, out):
         if world.transport != "MPI":
             names.remove("native")
             out.print("(Start it with mpirun to compare with the MPI library's own: algorithm native.)")
+        elif args.dtype == "float16" and "reduce" not in args.what:
+            names.remove("native")  # MPI has no such type, and these do not go by way of float32
         elif args.what == "all_reduce" and args.redop == "sum" and args.dtype != "float16":
             names += ["library"]
         names += ["symmetric", "limit"] if args.what == "all_reduce" else []

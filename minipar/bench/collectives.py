@@ -30,7 +30,7 @@ def bus_factor(operation, ranks):
 def sizes_between(begin, end, factor):
     """begin, begin x factor, ... up to end, in bytes; ShapeError for what never ends."""
     if begin < 1 or factor <= 1 or end < begin:
-        raise ShapeError(f"sizes from {begin} to {end} by {factor}: begin must be at least 1, the factor above 1.")
+        raise ShapeError(f"sizes from {begin} to {end} bytes by {factor}: from 1 on, not falling, the factor above 1.")
     return [round(begin * factor**i) for i in range(int(math.log(end / begin) / math.log(factor) + 1e-9) + 1)]
 
 

@@ -75,8 +75,8 @@ def all_reduce(x, comm, op="sum", out=None, operation="all_reduce", algorithm="a
     """
     try:
         plan = comm.plans.get((type(x), op, x.dtype, x.shape, operation, algorithm))
-    except AttributeError:
-        plan = None  # no array: array_module says so
+    except (AttributeError, TypeError):
+        plan = None  # no array, or no name of an operation: said below
     if plan is None:
         plan = _plan_all_reduce(x, comm, op, operation, algorithm)
     claim, reduction, run, small, in_place = plan
@@ -201,10 +201,11 @@ def broadcast(x, comm, root=0, out=None, operation="broadcast", algorithm="auto"
     out: where to write it, as in all_reduce. Raises ShapeError for a root outside the group.
     """
     operation = _from(root, comm, operation)
+    xp = array_module(x)
     _agree(comm, operation, "of", x.dtype, x.shape, algorithm)
     run = choose("broadcast", x.nbytes, comm, algorithm)
     out = _output(x, out, operation)
-    target = out if out.flags.c_contiguous else array_module(x).empty(x.shape, x.dtype)
+    target = out if out.flags.c_contiguous else xp.empty(x.shape, x.dtype)
     if comm.rank == root and target is not x:
         target[...] = x
     run(target.reshape(-1), comm, root, operation)
@@ -254,11 +255,15 @@ def scatter(x, out, comm, root=0, operation="scatter", algorithm="auto"):
     elsewhere.
     """
     operation = _from(root, comm, operation)
+    array_module(out)
     _check_rows(out, operation)
     _agree(comm, operation, "rows", out.dtype, out.shape[1:], algorithm)
+    if not out.flags.c_contiguous:
+        raise ShapeError(f"{operation}: out must be contiguous; this {out.shape} array is not.")
     sizes, run = _sizes(out, 0, None, comm, operation), choose("scatter", 0, comm, algorithm)
     flat = out.reshape(-1)
     if comm.rank == root:
+        array_module(x)
         if x.shape != (sum(sizes), *out.shape[1:]) or x.dtype != out.dtype:
             raise ShapeError(f"{operation}: x is {x.dtype} {x.shape}, but all outs have {sizes} rows {out.shape[1:]}.")
         flat = array_module(x).ascontiguousarray(x).reshape(-1)
@@ -278,11 +283,17 @@ def claim_of(operation, op, dtype, shape, algorithm):
     return f"{operation} ({op}, {dtype}, {shape}, by {algorithm})"
 
 
-@lru_cache
 def reduction_of(xp, op, dtype):
     """The Reduction for numbers of `dtype`; ValueError for another op, DTypeError for the mean of integers."""
-    if op not in COMBINE:
+    if not isinstance(op, str) or op not in COMBINE:
         raise ValueError(f"op {op!r} is unknown: choose one of {', '.join(COMBINE)}.")
+    return _reduction(xp, op, dtype)
+
+
+@lru_cache
+def _reduction(xp, op, dtype):
+    if dtype.kind in "OSUMm":
+        raise DTypeError(f"{dtype} values cannot be added up: only numbers can.")
     if op == "mean" and dtype.kind in "biu":
         raise DTypeError(f"the mean of {dtype} numbers is no {dtype}: convert to a floating dtype first.")
     wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else None
@@ -293,6 +304,7 @@ def _output(x, out, operation):
     """`out` after a check, or a new array like x."""
     if out is None:
         return array_module(x).empty(x.shape, x.dtype)
+    array_module(out)
     if out.shape != x.shape or out.dtype != x.dtype:
         raise ShapeError(f"{operation}: out is {out.dtype} {out.shape}, but x is {x.dtype} {x.shape}.")
     return out
@@ -313,7 +325,7 @@ def _contiguous(x, out):
 
 
 def _from(root, comm, operation):
-    if not 0 <= root < comm.size:
+    if root not in range(comm.size):
         raise ShapeError(f"{operation}: root {root} is not in this group of {comm.size} ranks.")
     return f"{operation} from {root}"
 

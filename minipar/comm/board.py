@@ -12,7 +12,8 @@ KEY = struct.Struct("<q")
 SLOTS = 64
 WAIT = SLOTS * ENTRY.size  # where the text begins that says what the rank waits for
 TEXT = struct.Struct("<H254s")
-BYTES = WAIT + TEXT.size
+END = WAIT + TEXT.size  # 0, or the calls of a rank that has ended, plus 1
+BYTES = END + KEY.size
 
 
 class Board:
@@ -37,6 +38,15 @@ class Board:
                 _, text, length = ENTRY.unpack_from(memory, at)
                 found[rank] = text[:length].decode(errors="replace")
         return found
+
+    def end(self, rank, calls):
+        """Note that `rank` has ended after so many calls."""
+        KEY.pack_into(self.memories[rank], END, calls + 1)
+
+    def ended(self):
+        """{rank: its calls} of those that have ended."""
+        counts = {rank: KEY.unpack_from(memory, END)[0] for rank, memory in sorted(self.memories.items())}
+        return {rank: count - 1 for rank, count in counts.items() if count}
 
     def waits(self, rank, text):
         """Note what `rank` waits for; "" for nothing."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minipar.context import current
-from minipar.errors import LaunchError, MessageMismatch, ShapeError
+from minipar.errors import DTypeError, LaunchError, MessageMismatch, ShapeError
 
 clock = time.perf_counter  # one clock for all processes of a node
 TAGS = 64  # tags of one group, 0 to 63; its number times this keeps groups apart where a transport knows tags only
@@ -117,6 +117,7 @@ class Communicator:
 
     def barrier(self, operation="barrier"):
         """Return when every rank has called it: ceil(log2 size) rounds of empty messages, each twice as far."""
+        self.agree(operation)
         nothing, distance = np.empty(0, np.uint8), 1
         while distance < self.size:
             arrival = self.irecv(np.empty(0, np.uint8), (self.rank - distance) % self.size, operation)
@@ -131,6 +132,7 @@ class Communicator:
         """
         if color is not None and color < 0:
             raise ShapeError(f"color {color} is not allowed: at least 0, or None for a rank that is in no group.")
+        self.agree("split")
         mine = np.array([-1 if color is None else color, key, self.contexts[0]], np.int64)
         table = self._everyones(mine)
         # A number that no member has used yet keeps the messages of this group apart from all others.
@@ -215,6 +217,8 @@ class Communicator:
     def _check(self, array, peer, tag, receives=False):
         if not 0 <= peer < self.size:
             raise ShapeError(f"rank {peer} is not in this group of {self.size} ranks: 0 to {self.size - 1}.")
+        if array.dtype.hasobject:
+            raise DTypeError(f"{array.dtype} arrays hold addresses, which mean nothing to another rank: send numbers.")
         if not 0 <= tag < TAGS:
             raise ShapeError(f"tag {tag} is not allowed: 0 to {TAGS - 1}.")
         if not array.flags.c_contiguous:

@@ -25,6 +25,9 @@ class SymmetricBuffer:
     def __init__(self, comm, nbytes):
         if len(set(comm.nodes)) > 1:
             raise ShapeError(f"ranks {comm.ranks} are on {len(set(comm.nodes))} nodes, which share no memory.")
+        if nbytes < 0:
+            raise ShapeError(f"a SymmetricBuffer of {nbytes} bytes is not possible.")
+        comm.agree(f"SymmetricBuffer of {nbytes} bytes")
         self.ranks, self.parts = comm.ranks, comm.share(nbytes, f"SymmetricBuffer of {nbytes} bytes")
         self.own = self.parts[comm.rank]
         self.address = self.own.__array_interface__["data"][0]

@@ -22,7 +22,7 @@ from minipar.comm.board import BYTES, Board
 from minipar.comm.communicator import TAGS, Communicator, Request, clock, disagreement, mismatch
 from minipar.comm.memory import Arena
 from minipar.context import current
-from minipar.errors import CommunicationTimeout, LaunchError
+from minipar.errors import CommunicationTimeout, DeadlockError, LaunchError, MessageMismatch
 
 # A header is a stamp and a claim. Both sides make the claim, and it must be the same, byte for byte.
 STAMP = struct.Struct("<dq")  # sender's clock, message number
@@ -165,6 +165,7 @@ class MPICommunicator(Communicator):
         if test():
             return
         start, polls, posted, looked, me = clock(), 0, False, 0.0, self.ranks[self.rank]
+        peer, ended = self.ranks[wait.peer], None  # since when we know that the peer has ended
         while not test():
             polls += 1
             if polls < 300:
@@ -175,6 +176,10 @@ class MPICommunicator(Communicator):
             if waited > looked + 0.02:
                 looked = waited
                 self._compare()
+                if ended is None and self.board and peer in self.board.ended():
+                    ended = waited
+                if ended is not None and waited > ended + 1:  # what it sent at last may still be on its way
+                    raise DeadlockError(f"{wait.describe()}, which has ended.")
                 if self.board and not posted and waited > min(0.5, self.timeout / 2):
                     self.board.waits(me, wait.describe())
                     posted = True
@@ -182,6 +187,25 @@ class MPICommunicator(Communicator):
                 raise CommunicationTimeout(self._too_long(wait))
         if posted:  # after an error it stays, for the others to read
             self.board.waits(me, "")
+
+    def finish(self):
+        """Return when all ranks of the world, or of this node, have come to their end, which has no time limit.
+
+        One that still waits for another finds it here and fails; outside, the launcher might end it before it can say
+        so. Raises MessageMismatch if another has ended after another number of collectives.
+        """
+        me, ended = self.ranks[self.rank], {}
+        if self.board:
+            self.board.end(me, self.calls)
+        while self.board and len(ended) < len(self.board.memories):
+            time.sleep(1e-4)
+            ended = self.board.ended()
+            for rank, calls in ended.items():
+                if calls != self.calls:
+                    raise MessageMismatch(
+                        f"rank {rank} has ended after {calls} collectives of all ranks, rank {me} after {self.calls}: "
+                        "every rank must call the same."
+                    )
 
     def _too_long(self, wait):
         me, board = self.ranks[self.rank], self.board.waiting() if self.board else {}

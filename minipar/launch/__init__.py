@@ -69,7 +69,7 @@ def _run_threads(fn, ranks, args, timeout):
     if ranks < 1:
         raise LaunchError(f"{ranks} ranks cannot be started: at least 1 is needed.")
     keep_memory()
-    world, results = ThreadWorld(ranks), [None] * ranks
+    world, results, exits = ThreadWorld(ranks), [None] * ranks, []
 
     def rank_main(rank):
         comm = ThreadCommunicator(world, rank, timeout)
@@ -80,7 +80,11 @@ def _run_threads(fn, ranks, args, timeout):
                     context.stream.close()
             world.finish((rank, False))
         except BaseException as error:
-            world.fail(rank, error)
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                exits.append(error)  # no failure, unless somebody still waits for this rank
+                world.finish((rank, False))
+            else:
+                world.fail(rank, error)
 
     threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in range(ranks)]
     with threadpool_limits(blas_limit(ranks), "blas"):
@@ -98,6 +102,8 @@ def _run_threads(fn, ranks, args, timeout):
             error.add_note(f"raised on rank {rank} of {ranks} (threads)")
         raise error
     world.check_all_received()
+    if exits:
+        raise exits[0]
     return results
 
 
@@ -179,9 +185,11 @@ def _run_mpi(fn, ranks, args, timeout, launched):
             result = fn(world, *args)
             if context.stream:
                 context.stream.close()
+            world.finish()
             return result
         except BaseException as error:
             if isinstance(error, SystemExit) and error.code in (None, 0):
+                world.finish()
                 raise
             _abort(error)
 

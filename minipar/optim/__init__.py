@@ -30,9 +30,10 @@ class Optimizer:
             xp = array_module(parameter.data)
             if index not in self.state:
                 self.state[index] = [xp.zeros_like(parameter.data) for _ in self.state_names]
-            arrays = [a.reshape(-1) for a in (parameter.data, parameter.grad, *self.state[index])]
+            p, g, *state = (a.reshape(-1) for a in (parameter.data, parameter.grad, *self.state[index]))
             for block in blocks(xp, parameter.size):
-                self.update(xp, *(a[block] for a in arrays))
+                # A gradient may have another dtype than master weights have, and is rounded nowhere on its way.
+                self.update(xp, p[block], g[block].astype(p.dtype, copy=False), *(a[block] for a in state))
             parameter.changed()
 
 

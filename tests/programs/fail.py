@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 import minipar
-from minipar.collectives import all_reduce
+from minipar.collectives import all_reduce, broadcast
 from minipar.launch import launched_rank
 
 how = sys.argv[1]
@@ -25,6 +25,8 @@ def main(world):
     for round in range(1_000_000):
         if round == 20 and (world.rank == 2 or how == "everywhere"):
             go_wrong()
+        if how == "more" and round == 20:  # small enough that its sender waits for nobody
+            return broadcast(x[:1], world, root=2) if world.rank == 2 else None
         all_reduce(x, world, out=x)
         x[:] = 1
 
@@ -34,6 +36,8 @@ def go_wrong():
         raise ValueError("planted")
     if how == "exit":
         sys.exit(3)
+    if how == "done":
+        sys.exit(0)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "thread":
