@@ -27,6 +27,8 @@ HOST_ONLY = {  # NumPy functions that these files call on host data: shapes, siz
     "nn/module.py": set(),
     "collectives/__init__.py": {"array", "full", "int64", "dtype", "float32", "ndarray"},
     "collectives/native.py": {"ndarray", "add"},
+    "parallel/data.py": {"array", "int64", "float64", "uint8", "concatenate"},
+    "parallel/shard.py": {"array", "float64"},
     "parallel/zero.py": {"dtype", "nan", "uint8"},
     "parallel/verify.py": {"float64", "abs", "uint8", "frombuffer", "array"},
 }
