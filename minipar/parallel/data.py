@@ -113,8 +113,8 @@ class DataParallel(Module):
         return self.model.children()  # so that every name is the model's own
 
     def forward(self, x):
-        """The model's forward on this rank's samples x."""
-        with self._own_samples(self._exchange_counts(0, len(x))):
+        """The model's forward on this rank's samples x; all ranks must call it, with as many as they have."""
+        with self._own_samples(self._exchange_counts(0, x.shape[0])):
             return self.run(lambda: self.model(x))
 
     def run(self, function):
@@ -189,8 +189,8 @@ class DataParallel(Module):
             self.exchanges, self.handles, self.used = self.sync, [], []
             for bucket in self.buckets:
                 bucket.missing = set(bucket.views)
-        elif self.handles:
-            raise GraphError("another loss of this backward pass is being exchanged already: add them up in `average`.")
+        else:
+            raise GraphError("a backward pass comes to a second loss of these ranks: add them up inside `average`.")
         own, total = int(table[self.comm.rank, 0]), int(table[:, 0].sum())
         self.micro_batches.append((value, own, table))
         self.labelled += total

@@ -188,9 +188,10 @@ class ZeRO(DataParallel):
     unused or frozen parameter stays as it is; which are frozen may change between steps. stage 0 is DataParallel with
     the interface of the others.
 
-    units: modules of the model that are kept and gathered as one; by default those that stand in lists, such as a GPT's
-    blocks. A parameter that two of them share goes with those that belong to no unit. master_dtype: dtype of the
-    optimizer's own weights where it is not the model's (mixed precision).
+    units: modules of the model that are kept and gathered as one, in the order of use; by default those that stand in
+    lists, such as a GPT's blocks. A parameter that two of them share goes with those that belong to no unit. In stage 3
+    every forward pass must use each unit once, and all ranks must do all forward passes (GraphError otherwise).
+    master_dtype: dtype of the optimizer's own weights where it is not the model's (mixed precision).
     """
 
     def __init__(self, model, mesh, stage, units=None, master_dtype=None):
@@ -220,7 +221,7 @@ class ZeRO(DataParallel):
                 module.forward = partial(self.compute, len(self.layers), module.forward)
                 self.layers.append(unit)
         self.rest = [unit for unit in self.units if unit not in self.layers]
-        self.memories = None
+        self.memories, self.called = None, 0
 
     def lay_out(self, named):
         self.trainable, self.buckets = [p for _, p in named], self.units[::-1]
@@ -243,7 +244,10 @@ class ZeRO(DataParallel):
             unit.gather()
         for unit in self.rest:
             unit.await_parameters()
+        self.called = 0
         result = function()
+        if self.called != len(self.layers):
+            self.complain("the end")
         for unit in self.units:
             unit.release()
         if opened and not current().grad_enabled:
@@ -274,6 +278,9 @@ class ZeRO(DataParallel):
     def compute(self, i, forward, *inputs):
         """What a layer's forward becomes in stage 3."""
         unit = self.layers[i]
+        if self.memories is None or i != self.called:
+            self.complain(unit.name)
+        self.called += 1
         unit.await_parameters()
         first = next((place for place, x in enumerate(inputs) if isinstance(x, Tensor)), None)
         inputs = [Leave.apply(x, owner=self, i=i) if place == first else x for place, x in enumerate(inputs)]
@@ -281,6 +288,13 @@ class ZeRO(DataParallel):
         unit.release()
         self.gather_layer(i + 2)
         return y
+
+    def complain(self, came):
+        order = ", ".join(layer.name for layer in self.layers)
+        raise GraphError(
+            f"stage 3 gathers {order} ahead of use, in this order, each once in a forward pass of the ZeRO model; but "
+            f"after {self.called} of them came {came}: name units that are used so (units=...)."
+        )
 
     def gather_layer(self, i):
         if 0 <= i < len(self.layers):
