@@ -39,3 +39,7 @@ class DeadlockError(MiniparError, RuntimeError):
 
 class DTypeError(MiniparError, TypeError):
     """A dtype that the operation cannot take; the message names it and the remedy."""
+
+
+class CheckpointError(MiniparError, RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file."""

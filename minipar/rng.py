@@ -29,6 +29,11 @@ def integers(high, count, *key):
     return np.random.Generator(philox(*key)).integers(high, size=count)
 
 
+def permutation(n, *key):
+    """The numbers 0 to n - 1 in a random order, int64."""
+    return np.random.Generator(philox(*key)).permutation(n)
+
+
 def keep_mask(p, shape, *key, block=None):
     """Booleans of `shape`, False (dropped) with probability `p`, which is rounded to a multiple of 2**-16.
 

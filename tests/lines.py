@@ -14,6 +14,7 @@ BUDGET = {  # files and folders of minipar/ : most code lines that they may have
     "launch": 260,
     "collectives": 720,
     "parallel": 1000,
+    "training": 500,
     "trace": 420,
     "bench __main__.py": 1100,
     "lessons/report.py": 160,
