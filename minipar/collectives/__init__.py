@@ -73,6 +73,7 @@ def all_reduce(x, comm, op="sum", out=None, operation="all_reduce", algorithm="a
     out: where to write the result, of x's shape and dtype and with any strides; out=x works in place. Raises
     ShapeError for another out, DTypeError for the mean of integers.
     """
+    algorithm = comm.preferred.get("all_reduce", algorithm) if algorithm == "auto" else algorithm
     try:
         plan = comm.plans.get((type(x), op, x.dtype, x.shape, operation, algorithm))
     except (AttributeError, TypeError):

@@ -57,7 +57,7 @@ class Stream:
         thread.start()
 
     def submit(self, comm, function, *args, **kwargs):
-        handle = Handle(comm, kwargs.get("operation", function.__name__))
+        handle = Handle(comm, kwargs.get("operation") or function.__name__)
         if not self.thread.is_alive():
             raise MiniparError(f"{handle.name}: this rank's communication stream has ended, after an error or `close`.")
         with self.lock:

@@ -55,27 +55,32 @@ class SGD(Optimizer):
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2, as in PyTorch)."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2, as in PyTorch).
+
+    freeze_after: the step after which the squares stay as they are, as 1-bit Adam needs it; by default never.
+    """
 
     state_names = ("mean", "square")
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, freeze_after=None):
         super().__init__(params, lr)
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.betas, self.eps, self.weight_decay, self.freeze_after = betas, eps, weight_decay, freeze_after
 
     def update(self, xp, p, g, mean, square):
         beta1, beta2 = self.betas
         lr = float(self.lr)
+        counted = self.steps if self.freeze_after is None else min(self.steps, self.freeze_after)
         s = g * (1 - beta1)
         mean *= beta1
         mean += s
-        xp.multiply(g, g, out=s)
-        s *= 1 - beta2
-        square *= beta2
-        square += s
+        if counted == self.steps:
+            xp.multiply(g, g, out=s)
+            s *= 1 - beta2
+            square *= beta2
+            square += s
         # p = (1 - lr wd) p - lr (mean / c1) / (sqrt(square / c2) + eps)
         xp.sqrt(square, out=s)
-        s *= 1 / math.sqrt(1 - beta2**self.steps)
+        s *= 1 / math.sqrt(1 - beta2**counted)
         s += self.eps
         xp.divide(mean, s, out=s)
         s *= lr / (1 - beta1**self.steps)

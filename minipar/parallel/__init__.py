@@ -1,5 +1,6 @@
 """Ways to spread a model over ranks, each a function that rewrites a plain one."""
 
+from minipar.parallel.compression import Half, OneBitAdam, OneBitSign, PowerSGD, TopK
 from minipar.parallel.data import DataParallel, joined
 from minipar.parallel.mesh import DeviceMesh
 from minipar.parallel.shard import clip_grad_norm, full_state, load_full_state
@@ -11,6 +12,11 @@ __all__ = [
     "DataParallel",
     "DeviceMesh",
     "Equivalence",
+    "Half",
+    "OneBitAdam",
+    "OneBitSign",
+    "PowerSGD",
+    "TopK",
     "ZeRO",
     "clip_grad_norm",
     "equivalent",
