@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import minipar
+from minipar import nn
 from minipar.bench import collectives, links
+from minipar.bench.data_parallel import bench_data_parallel
 from minipar.collectives import ALGORITHMS, choice, ring
 from minipar.errors import ShapeError
 
@@ -191,3 +193,24 @@ def test_under_mpi(mpi, operation, tmp_path):
     assert {row["algorithm"] for row in rows} == names and sum(row["wrong"] for row in rows) == 0
     result = mpi([*arguments[:4], "--algorithms", "magic"], ranks=2)
     assert result.returncode != 0 and "has no algorithm 'magic'" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_steps_of_data_parallel_ranks(ranks):
+    config = nn.GPTConfig(context=8, width=16, layers=2, heads=2)
+    results = minipar.run(lambda world: bench_data_parallel(world, rounds=3, config=config), ranks)
+    for result in results:
+        times = {name: result[f"{name}_ms"] for name in ("dp", "one_bucket", "limit", "one_rank")}
+        assert min(times.values()) > 0 and result["over_limit"] > 0 and result["rounds"] == 3
+        assert result["exposed"] == pytest.approx(1 - 1 / result["over_limit"])
+        assert result["tokens_per_second"] == pytest.approx(ranks * 64 / times["dp"] * 1e3)
+        assert result == results[0]  # what the slowest rank took, on all alike
+
+
+@pytest.mark.slow
+def test_dp_on_the_command_line(tmp_path):
+    result = run("dp", "--rounds", 1, "--json", tmp_path / "a", "--ranks", 2)
+    assert result.returncode == 0 and "exposed communication" in result.stdout, result.stderr
+    assert json.loads((tmp_path / "a").read_text())["ranks"] == 2
+    result = run("dp", "--against", "gloo")
+    assert result.returncode and "--against gloo is not for dp" in result.stderr

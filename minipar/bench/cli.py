@@ -11,6 +11,7 @@ from rich.table import Table
 
 import minipar
 from minipar.bench import collectives, links
+from minipar.bench.data_parallel import bench_data_parallel
 from minipar.bench.step import bench_step
 from minipar.collectives import ALGORITHMS, COMBINE
 from minipar.errors import MiniparError, ShapeError
@@ -54,9 +55,10 @@ def add_options(bench):
     bench.add_argument(
         "what",
         nargs="?",
-        choices=["step", "copy", "p2p", *ALGORITHMS],
+        choices=["step", "dp", "copy", "p2p", *ALGORITHMS],
         metavar="WHAT",
-        help="step: the training step of one rank; copy: the memory; p2p: messages between two ranks; or a "
+        help="step: the training step of one rank; dp: that of data-parallel ranks; copy: the memory; p2p: messages "
+        "between two ranks; or a "
         f"collective: {', '.join(ALGORITHMS)}",
     )
     bench.add_argument("--algorithms", metavar="A,B", help="those to compare (default: all that can run here)")
@@ -67,7 +69,7 @@ def add_options(bench):
     bench.add_argument("--redop", default="sum", choices=list(COMBINE))
     bench.add_argument("--ranks", type=positive, help="thread ranks (default 2); under mpirun, what mpirun started")
     bench.add_argument("--check-headers", action="store_true", help="leave on what compares the ranks' calls")
-    bench.add_argument("--against", choices=["torch", "gloo"], help="step: PyTorch's step; all_reduce: PyTorch's gloo")
+    bench.add_argument("--against", choices=["torch", "gloo"], help="step, dp: PyTorch; all_reduce: its gloo")
     bench.add_argument("--rounds", type=positive, default=11, help="measured rounds (default %(default)s)")
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - is standard output")
     bench.add_argument("--plot", metavar="FILE", help="draw busbw over size to FILE.png and FILE.svg")
@@ -78,7 +80,7 @@ def run(args):
     """Do what the options say; a MiniparError is the caller's to tell."""
     if (args.what is None) == (args.tune is None):
         refuse("name either what to measure, or a table to --tune: python -m minipar bench --help")
-    if {"torch": "step", "gloo": "all_reduce"}.get(args.against, args.what) != args.what:
+    if args.what not in {"torch": ("step", "dp"), "gloo": ("all_reduce",)}.get(args.against, (args.what,)):
         refuse(f"--against {args.against} is not for {args.what or '--tune'}.")
     if args.plot and args.what not in ALGORITHMS:
         refuse("--plot is for collectives.")
@@ -125,7 +127,7 @@ def measure(world, args):
     else:
         begin = args.begin or (8 if args.what == "p2p" else 1024)
         sizes = collectives.sizes_between(begin, args.end, args.factor)
-        kind = {"copy": copy, "p2p": p2p}.get(args.what, collective)
+        kind = {"copy": copy, "p2p": p2p, "dp": data_parallel}.get(args.what, collective)
         result = kind(world, args, sizes, out)
     if world.size > cores:
         out.print(f"{world.size} ranks take turns on {cores} cores: the times hold waiting for a core.")
@@ -212,6 +214,40 @@ def p2p(world, args, sizes, out):
         for r, row in enumerate(times):
             out.print(f"{r:>6}" + "".join(f"{'-' if i == r else f'{t:.1f}':>9}" for i, t in enumerate(row)))
         result["matrix_us"][nbytes] = times.tolist()
+    return result
+
+
+def data_parallel(world, args, sizes, out):
+    with out.status("measuring") as status:
+        result = bench_data_parallel(
+            world, args.against, args.rounds, advance=lambda text: status.update(f"measuring, {text}")
+        )
+    out.print(
+        "One training step, batch 8 on every rank: GPT of width 256, 4 layers, 8 heads, context 128, vocabulary 256;\n"
+        f"AdamW, float32, one thread a rank. Medians of {args.rounds} rounds, the slowest rank's, all sides in turn."
+    )
+    table = Table()
+    for heading in ("", "ms a step"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    names = {
+        "dp": "DataParallel",
+        "one_bucket": "DataParallel with one bucket: no overlap",
+        "limit": "limit: the same ranks, unconnected",
+        "one_rank": "one rank, the others wait",
+        "torch": "PyTorch DistributedDataParallel, gloo",
+    }
+    for name, text in names.items():
+        if f"{name}_ms" in result:
+            table.add_row(text, f"{result[f'{name}_ms']:.1f}")
+    out.print(table)
+    out.print(
+        f"{result['over_limit']:.3f} of the limit; exposed communication {result['exposed']:.1%} of the step "
+        f"({result['exposed_one_bucket']:.1%} without overlap);\n"
+        f"{result['efficiency']:.0%} of one rank's speed on each of {world.size}; "
+        f"{result['tokens_per_second']:,.0f} tokens a second."
+    )
+    if args.against:
+        out.print(f"minipar / PyTorch: {result['ratio']:.2f}")
     return result
 
 

@@ -40,11 +40,13 @@ class TorchGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def torch_step(config, tokens, targets):
-    """A function that does one training step with AdamW on one thread."""
+def torch_step(config, tokens, targets, parallel=False):
+    """A function that does one training step with AdamW on one thread; parallel: of DistributedDataParallel."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = TorchGPT(config)
+    if parallel:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens, targets = torch.tensor(tokens), torch.tensor(targets)
 
