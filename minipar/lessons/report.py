@@ -176,11 +176,11 @@ class Report:
         self.figures["figures"] = [str(path) for path in (*paths, trace)]
         self.print(f"\nWritten: {', '.join(self.figures['figures'])} (open the trace at ui.perfetto.dev)")
 
-    def draw(self, paint, name):
-        """figures/NAME.png and .svg, filled by paint(figure)."""
+    def draw(self, paint, name, **options):
+        """figures/NAME.png and .svg, filled by paint(figure); options: size, as in figure.figure."""
         from minipar.trace import figure
 
-        self.figures["figures"] = [str(path) for path in figure.figure(paint, Path("figures") / name)]
+        self.figures["figures"] = [str(path) for path in figure.figure(paint, Path("figures") / name, **options)]
         self.print(f"\nWritten: {', '.join(self.figures['figures'])}")
 
     def _lines(self, what, total):

@@ -50,11 +50,13 @@ def figure(draw, path, size=(16, 6.5)):
     return paths
 
 
-def draw_timeline(axes, timeline, title):
+def draw_timeline(axes, timeline, title, end=None, legend=True):
     """One row a rank, time in milliseconds from left to right; long regions of rank 0 are named above its row.
 
-    Where ranks have a communication stream, its row lies below the rank's own.
+    Where ranks have a communication stream, its row lies below the rank's own. end: seconds that the axis is long, by
+    default as long as the timeline. Returns the handles for a legend, which is drawn below unless `legend` is False.
     """
+    end = end or timeline.end
     used = []
     places = {"compute": (-0.4, 0.8)}
     if len(timeline.streams) > 1:
@@ -69,18 +71,20 @@ def draw_timeline(axes, timeline, title):
             axes.broken_barh(spans, (rank + top, height), facecolors=COLOURS[kind], linewidth=0)
             used.append(kind)
     for s in timeline.spans:
-        if s.rank == 0 and s.stream == "compute" and s.kind not in INNER and s.end - s.start > 0.12 * timeline.end:
+        if s.rank == 0 and s.stream == "compute" and s.kind not in INNER and s.end - s.start > 0.12 * end:
             axes.text((s.start + s.end) * 500, -0.44, s.name, ha="center", va="bottom", color=COLOURS[s.kind],
                       weight="bold", parse_math=False)  # fmt: skip
     axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
     axes.set_ylim(timeline.ranks - 0.5, -0.5 - 0.06 * timeline.ranks)
-    axes.set_xlim(0, timeline.end * 1e3 or 1)
+    axes.set_xlim(0, end * 1e3 or 1)
     axes.set_xlabel("time (ms)")
     axes.set_title(title)
     axes.tick_params(left=False)
     axes.spines["left"].set_visible(False)
     handles = [Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in used]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(handles), frameon=False)
+    if legend:
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(handles), frameon=False)
+    return handles
 
 
 def draw_speedup(axes, ranks, measured, by_compute, cores, title):
