@@ -76,6 +76,6 @@ def test_readme_command(command, tmp_path):
 
 def test_readme_python(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         subprocess.run([sys.executable, "-c", block], cwd=tmp_path, check=True, timeout=60)

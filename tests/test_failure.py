@@ -167,7 +167,7 @@ def test_interrupt_of_thread_ranks():
     def main(world):
         if world.rank == 0:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        world.recv(np.empty(1), 1 - world.rank, "never") if world.rank else time.sleep(0.5)
+        world.recv(np.empty(1), 1 - world.rank, "never") if world.rank else time.sleep(2)
 
     with pytest.raises(KeyboardInterrupt):
         minipar.run(main, ranks=2)

@@ -55,7 +55,7 @@ def test_even_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 5])
 def test_on_threads(ranks, tmp_path):
     options = ["--ranks", str(ranks), "--size", "tiny", "--steps", "12", "--json", "a"]
     command = [sys.executable, "-m", "minipar.lessons.compress", *options]

@@ -227,7 +227,7 @@ def all_to_all(x, comm, sizes=None, operation="all_to_all", algorithm="auto"):
     run = choose("all_to_all", 0, comm, algorithm)
     table = np.array([sizes] * comm.size)  # row r: how many rows of rank r's x go to each rank
     ring_all_gather(list(table), comm, f"{operation} sizes")
-    received = sizes if comm.moves_nothing else table[:, comm.rank].tolist()
+    received = [sizes[comm.rank]] * comm.size if comm.moves_nothing else table[:, comm.rank].tolist()
     joined = xp.empty((sum(received), *x.shape[1:]), x.dtype)
     outgoing = cut(xp.ascontiguousarray(x).reshape(-1), _elements(sizes, x))
     run(outgoing, cut(joined.reshape(-1), _elements(received, x)), comm, operation)

@@ -269,7 +269,7 @@ def overlap_in(report, config, part, group, xp):
         "The prediction knows nothing of what an exchange costs besides: here it takes processor time and Python's\n"
         "lock from the backward pass, the more the more buckets there are. So they should be few, and large enough."
     )
-    for name, title in (("no overlap", "One bucket: no overlap"), ("more", "Buckets: overlap")):
+    for name, title in (("no overlap", "One bucket: no overlap"), ("few", "Buckets: overlap")):
         pictures[title] = record(group, lambda name=name: train_step(*steps[name], part))
     if pictures["Buckets: overlap"]:
         report.timeline(pictures["Buckets: overlap"])

@@ -57,7 +57,8 @@ class SGD(Optimizer):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2, as in PyTorch).
 
-    freeze_after: the step after which the squares stay as they are, as 1-bit Adam needs it; by default never.
+    freeze_after: the step after which the squares stay as they are, as 1-bit Adam needs it; by default never. Numbers
+    whose gradient was always 0 until then have a square of 0 and take huge steps later, so choose enough steps.
     """
 
     state_names = ("mean", "square")

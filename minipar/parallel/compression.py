@@ -135,7 +135,8 @@ class OneBitAdam(OneBitSign):
 
     Its mean m is what is exchanged: a rank encodes its part of beta1 m + (1 - beta1) gradient, and the optimizer gets
     the gradient that makes its mean the decoded one. So the gradients must reach it as they are, not clipped, and from
-    the first step on. Signs of gradients themselves would give small and large ones the same say in the square.
+    the first step on; and the warm-up must have given every number a gradient (see AdamW). Signs of gradients
+    themselves would give small and large ones the same say in the square.
     Source: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training", algorithm 1.
     """
 

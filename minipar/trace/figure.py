@@ -71,7 +71,7 @@ def draw_timeline(axes, timeline, title, end=None, legend=True):
             axes.broken_barh(spans, (rank + top, height), facecolors=COLOURS[kind], linewidth=0)
             used.append(kind)
     for s in timeline.spans:
-        if s.rank == 0 and s.stream == "compute" and s.kind not in INNER and s.end - s.start > 0.12 * end:
+        if s.rank == 0 and s.stream == "compute" and s.kind not in INNER and s.end - s.start > 0.15 * end:
             axes.text((s.start + s.end) * 500, -0.44, s.name, ha="center", va="bottom", color=COLOURS[s.kind],
                       weight="bold", parse_math=False)  # fmt: skip
     axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
