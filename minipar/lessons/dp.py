@@ -15,6 +15,7 @@ from statistics import median
 import numpy as np
 
 from minipar import arrays
+from minipar.arrays import split_sizes
 from minipar.collectives import all_gather, all_reduce
 from minipar.collectives.ring import all_reduce_traffic
 from minipar.context import current
@@ -53,7 +54,7 @@ def lesson(world, args):
     if world.size == 1:
         report.print("\nOne rank has nobody to wait for: start the lesson with more, as in mpirun -n 4.")
     else:
-        pictures |= overlap(report, config, own(batch, shares, world), world, xp)
+        pictures |= overlap(report, config, batch, world, xp)
         pictures |= straggle(report, config, batch, samples, (forward + backward) / samples, world, xp)
     pictures |= starve(report, config, corpus, samples, forward + backward + rest, world, xp)
     ask(report, config, world)
@@ -225,12 +226,13 @@ def step_length(forward, backward, rest, sends):
     return forward + max(backward, free) + rest
 
 
-def overlap(report, config, part, world, xp):
+def overlap(report, config, batch, world, xp):
     """Timelines without and with overlap, of ranks that have a core each; {} on the other ranks."""
     report.heading("3  Hiding the exchange")
     ranks = min(world.size, max(2, report.cores))
     group = world.split(0 if world.rank < ranks else None)
-    pictures = overlap_in(report, config, part, group, xp) if group else {}
+    shares = split_sizes(len(batch[0]), ranks)
+    pictures = overlap_in(report, config, own(batch, shares, group), group, xp) if group else {}
     world.barrier("barrier for those who did not take part")
     return pictures
 
