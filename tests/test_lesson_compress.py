@@ -73,6 +73,7 @@ def test_under_mpi(mpi, tmp_path):
     assert result.stdout.count("1  Four ways") == 1
 
 
+@pytest.mark.slow
 def test_no_steps(tmp_path):
     options = ["--ranks", "1", "--size", "tiny", "--steps", "0", "--no-figure"]
     command = [sys.executable, "-m", "minipar.lessons.compress", *options]

@@ -82,6 +82,7 @@ def test_held_bytes_of_data_parallel_and_of_a_plain_model():
     minipar.run(main, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_the_allocator_agrees(stage):
     """All that NumPy has allocated since, on all thread ranks together, is what held_bytes says."""
@@ -134,6 +135,7 @@ def test_under_mpi(mpi, tmp_path):
     assert result.stdout.count("1  What there is to keep") == 1
 
 
+@pytest.mark.slow
 def test_no_steps(tmp_path):
     options = ["--ranks", "2", "--size", "tiny", "--steps", "0", "--no-figure"]
     command = [sys.executable, "-m", "minipar.lessons.zero", *options]
