@@ -11,7 +11,11 @@ from minipar.errors import DTypeError, GraphError, ShapeError
 from minipar.parallel import DataParallel, DeviceMesh, ZeRO, full_state, fully_shard
 
 
-@pytest.mark.parametrize("check", data_parallel.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+LONG = [pytest.param(data_parallel.check_replicas, marks=pytest.mark.slow)]
+OTHERS = [check for check in data_parallel.CHECKS if check is not data_parallel.check_replicas]
+
+
+@pytest.mark.parametrize("check", OTHERS + LONG, ids=lambda check: check.__name__.removeprefix("check_"))
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4, 8))])
 def test_on_threads(check, ranks):
     minipar.run(check, ranks)

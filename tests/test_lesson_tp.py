@@ -42,7 +42,7 @@ def check(folder, ranks, transport, dtype="float32"):
     return figures
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))])
 def test_on_threads(tmp_path, ranks):
     result = plain([*TINY, "--ranks", str(ranks)], tmp_path)
     assert result.returncode == 0, result.stderr
@@ -120,6 +120,7 @@ def test_json_on_standard_output_is_only_json(tmp_path):
     assert json.loads(result.stdout)["lesson"] == "tp"
 
 
+@pytest.mark.slow
 def test_works_without_mpi4py(tmp_path):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no mpi4py here')")
@@ -128,6 +129,7 @@ def test_works_without_mpi4py(tmp_path):
     check(tmp_path, 4, "threads")
 
 
+@pytest.mark.slow
 def test_on_the_stand_in_for_cupy(tmp_path, monkeypatch):
     """The whole lesson on arrays that refuse what CuPy's refuse."""
     monkeypatch.setattr(arrays, "device", lambda name: pretend_cupy)

@@ -272,8 +272,10 @@ def overlap_in(report, config, part, group, xp):
         "lock from the backward pass, the more the more buckets there are. So they should be few, and large enough."
     )
     for name, title in (("no overlap", "One bucket: no overlap"), ("few", "Buckets: overlap")):
-        pictures[title] = record(group, lambda name=name: train_step(*steps[name], part))
+        tries = [record(group, lambda name=name: train_step(*steps[name], part)) for _ in range(ROUNDS)]
+        pictures[title] = min(tries, key=lambda timeline: timeline.end) if group.rank == 0 else None
     if pictures["Buckets: overlap"]:
+        report.print(f"With overlap, the shortest of {ROUNDS} steps:")
         report.timeline(pictures["Buckets: overlap"])
     report.figures["overlap"] = {"ranks": group.size, "link_MB_per_s": link.rate / 1e6, "rows": figures}
     return pictures
