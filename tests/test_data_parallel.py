@@ -10,7 +10,6 @@ from minipar import nn
 from minipar.errors import DTypeError, GraphError, ShapeError
 from minipar.parallel import DataParallel, DeviceMesh, ZeRO, full_state, fully_shard
 
-
 LONG = [pytest.param(data_parallel.check_replicas, marks=pytest.mark.slow)]
 OTHERS = [check for check in data_parallel.CHECKS if check is not data_parallel.check_replicas]
 
