@@ -43,3 +43,7 @@ class DTypeError(MiniparError, TypeError):
 
 class CheckpointError(MiniparError, RuntimeError):
     """A checkpoint cannot be written or read; the message names the file."""
+
+
+class ScheduleError(MiniparError, ValueError):
+    """A pipeline schedule that cannot run; the message names the action, its rank and what it would wait for."""
