@@ -116,7 +116,12 @@ class LayerNorm(Function):
 
 
 class Linear(Function):
-    """x @ weight + bias. x (..., inputs), weight (inputs, outputs), bias (outputs,) or None."""
+    """x @ weight + bias. x (..., inputs), weight (inputs, outputs), bias (outputs,) or None.
+
+    Nobody reads the gradient of weight, half of the backward's work, before the optimizer does: it can wait.
+    """
+
+    can_wait = 1
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -131,14 +136,17 @@ class Linear(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved
+        weight = ctx.saved[1]
         grad2 = grad.reshape(-1, weight.shape[1])
-        dx = dweight = None
-        if ctx.needs_grad[0]:
-            dx = (grad2 @ weight.T).reshape(*grad.shape[:-1], weight.shape[0])
-        if ctx.needs_grad[1]:
-            dweight = x.reshape(-1, weight.shape[0]).T @ grad2
+        dx = (grad2 @ weight.T).reshape(*grad.shape[:-1], weight.shape[0]) if ctx.needs_grad[0] else None
+        dweight = Linear.waiting(ctx, grad) if ctx.needs_grad[1] else None
         return dx, dweight, grad2.sum(axis=0) if ctx.has_bias else None
+
+    @staticmethod
+    def waiting(ctx, grad):
+        """The gradient of weight."""
+        x, weight = ctx.saved
+        return x.reshape(-1, weight.shape[0]).T @ grad.reshape(-1, weight.shape[1])
 
 
 class Embedding(Function):

@@ -5,6 +5,7 @@ inputs. Applying one to Tensors leaves a Node behind; Nodes point to the Nodes o
 the graph has no reference cycle and vanishes with its last Tensor.
 """
 
+import functools
 import numbers
 from contextlib import contextmanager
 
@@ -71,15 +72,30 @@ class Node:
         grads = self.function.backward(self.context, grad)
         return grads if isinstance(grads, tuple) else (grads,)
 
+    def put_off(self):
+        """Leave the gradient that can wait out of `backward`, if it is a parameter's or a view's of one.
+
+        Returns what computes it later, a function of the gradient of this node's result; None where nothing can wait.
+        """
+        i, context = self.function.can_wait, self.context
+        end = None if i is None else self.edges[i]
+        if end is None or not all(isinstance(e, Tensor) for e in getattr(end, "edges", [end])):
+            return None
+        self.edges = (*self.edges[:i], None, *self.edges[i + 1 :])
+        context.needs_grad = (*context.needs_grad[:i], False, *context.needs_grad[i + 1 :])
+        return lambda grad: _walk_back(end, self.function.waiting(context, grad), retain_graph=False)
+
 
 class Function:
     """An operation. Subclasses give `forward(ctx, *arrays, **options)` and `backward(ctx, grad)`.
 
     `backward` returns an array (or None) for each input of `forward`, shaped like it: either new arrays, or views of
-    `grad`, never something that it keeps. `view` says that the result shares memory with the first input.
+    `grad`, never something that it keeps. `view` says that the result shares memory with the first input. An input
+    whose gradient `can_wait` is named by its number; `waiting(ctx, grad)` computes that gradient alone.
     """
 
     view = False
+    can_wait = None
 
     @classmethod
     def apply(cls, *inputs, **options):
@@ -168,11 +184,13 @@ class Tensor:
         self.hooks[key] = hook
         return lambda: self.hooks.pop(key, None)
 
-    def backward(self, grad=None, retain_graph=False):
+    def backward(self, grad=None, retain_graph=False, later=None):
         """Add d(self)/d(leaf) to `grad` of every leaf that this tensor was computed from.
 
         grad: array shaped like self, the gradient of whatever comes after; one for a tensor of one element.
         Frees the graph unless `retain_graph`. Raises GraphError if it was freed or a saved array has changed.
+        later: a list. The weight gradients of matrix products are then left out, and functions that add them to their
+        leaves are put into it, to be called once each. (Zero-bubble pipelines fill their waits with these.)
         """
         if not self.requires_grad:
             raise GraphError("backward on a tensor that depends on nothing with requires_grad=True.")
@@ -185,7 +203,7 @@ class Tensor:
         context = current()
         outer, context.after_backward = context.after_backward, []
         try:
-            _walk_back(self.node or self, grad.astype(self.dtype), retain_graph)
+            _walk_back(self.node or self, grad.astype(self.dtype), retain_graph, later)
             for function in context.after_backward:
                 function()
         finally:
@@ -201,14 +219,19 @@ class Tensor:
             hook(self)
 
 
-def _count_edges(root):
-    """How many gradients each node below `root` will receive. An explicit stack: no recursion limit."""
+def _count_edges(root, waiting):
+    """How many gradients each node below `root` will receive. An explicit stack: no recursion limit.
+
+    waiting: None, or a dict that gets {node: what computes later what can wait}.
+    """
     expected, stack = {root: 0}, [root]
     while stack:
         node = stack.pop()
         if isinstance(node, Tensor):
             continue
         node.check()
+        if waiting is not None:
+            waiting[node] = node.put_off()
         for edge in node.edges:
             if edge is not None:
                 if edge not in expected:
@@ -218,9 +241,10 @@ def _count_edges(root):
     return expected
 
 
-def _walk_back(root, grad, retain_graph):
+def _walk_back(root, grad, retain_graph, later=None):
     """Visit each node once, after all its gradients have arrived (Kahn's topological order)."""
-    missing = _count_edges(root)
+    waiting = None if later is None else {}
+    missing = _count_edges(root, waiting)
     grads, fresh = {root: grad}, {root}  # fresh: nodes whose gradient is an array that nobody else holds
     ready = [root]
     while ready:
@@ -232,6 +256,8 @@ def _walk_back(root, grad, retain_graph):
                 node._accumulate(grad.astype(node.dtype, copy=False), node in fresh)
             continue
         results = (None,) * len(node.edges) if grad is None else node.backward(grad)
+        if waiting and waiting[node] and grad is not None:
+            later.append(functools.partial(waiting[node], grad))
         if not retain_graph:
             node.context = None
         for edge, result in zip(node.edges, results, strict=True):

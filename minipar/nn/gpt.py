@@ -10,7 +10,7 @@ from minipar.arrays import array_module
 from minipar.autograd import functional as F
 from minipar.errors import ShapeError
 from minipar.nn.layers import MLP, CausalSelfAttention, Dropout, Embedding, LayerNorm
-from minipar.nn.module import Module
+from minipar.nn.module import Layer, Module
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class GPT(Module):
                 values = rng.normal(parameter.shape, np.float64, self.config.seed, "init", name) * scale
                 parameter.data = values.astype(self.config.dtype)
 
-    def hidden(self, tokens):
-        """(batch, time) integer tokens -> (batch, time, width) activations before the head."""
+    def embed(self, tokens):
+        """(batch, time) integer tokens -> (batch, time, width): what each token is and where it stands."""
         if tokens.ndim != 2:
             raise ShapeError(f"tokens must be (batch, time), not of shape {tokens.shape}.")
         time = tokens.shape[1]
@@ -102,10 +102,24 @@ class GPT(Module):
                 f"a sequence of {time} tokens is longer than the model's context of {self.config.context}."
             )
         xp = array_module(self.wpe.weight.data)
-        x = self.drop(self.wte(xp.asarray(tokens)) + self.wpe(xp.arange(time)))
+        return self.drop(self.wte(xp.asarray(tokens)) + self.wpe(xp.arange(time)))
+
+    def hidden(self, tokens):
+        """(batch, time) integer tokens -> (batch, time, width) activations before the head."""
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         return self.ln_f(x)
+
+    def layers(self):
+        """What `loss` does, as a chain of Layers: the embeddings, each block, and the head with the loss."""
+        each = (self.config.multiplications - self.config.vocab_size * self.config.width) / max(1, self.config.layers)
+        head = self.config.vocab_size * self.config.width
+        return [
+            Layer(self.embed, (self.wte, self.wpe, self.drop), 0.0),
+            *(Layer(block, (block,), each) for block in self.blocks),
+            Layer(lambda x, targets: self.head.loss(self.ln_f(x), targets), (self.ln_f, self.head), head),
+        ]
 
     def forward(self, tokens):
         """(batch, time) integer tokens -> (batch, time, vocab_size) logits of the token that follows each."""

@@ -1,5 +1,8 @@
 """Module: a tree of layers and their parameters."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
 from minipar import arrays
@@ -21,6 +24,18 @@ class Parameter(Tensor):
 
 class Buffer(Tensor):
     """A Tensor that belongs to the model's state but is not trained, such as a running mean."""
+
+
+class Layer(NamedTuple):
+    """A piece of a model that is a chain of them: `function` of the activation before it.
+
+    modules: those whose parameters it uses; cost: its time relative to other layers'. The last layer of a chain is a
+    function of (activation, targets), the mean loss.
+    """
+
+    function: Callable
+    modules: tuple
+    cost: float
 
 
 class Module:

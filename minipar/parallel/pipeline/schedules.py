@@ -12,6 +12,7 @@ schedule decides is the order, and with it how long ranks wait (the bubble) and 
 they hold meanwhile. All schedules below that update the weights once a step compute the same gradients.
 """
 
+import itertools
 from collections import namedtuple
 from functools import cached_property
 
@@ -182,7 +183,7 @@ def zb_h1(p, m):
 
 
 def zb_h2(p, m):
-    """ZB-H2 (the same paper): so many forwards ahead that nobody waits between first and last action; twice the memory."""
+    """ZB-H2 (the same paper): so many forwards ahead that nobody waits once begun, with twice the memory."""
     more = max(0, min(p - 1, m - p))  # fewer micro-batches than 2p - 1 do not fill so much
     ranks = [_alternate(r, m, p - 1 - r + min(p - 1 - r, more), r + min(r, more)) for r in range(p)]
     return Schedule("ZB-H2", ranks)
@@ -223,7 +224,7 @@ def interleaved(p, m, v=2):
     """
     rounds = max(1, m // p)
     cuts = [-(-m * i // rounds) for i in range(rounds + 1)]
-    groups = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
     longest = max(map(len, groups))
     ranks = []
     for r in range(p):
