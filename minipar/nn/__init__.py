@@ -2,7 +2,7 @@
 
 from minipar.nn.gpt import GPT, Block, GPTConfig, Head
 from minipar.nn.layers import MLP, CausalSelfAttention, Dropout, Embedding, LayerNorm, Linear
-from minipar.nn.module import Buffer, Module, Parameter
+from minipar.nn.module import Buffer, Layer, Module, Parameter
 
 __all__ = [
     "GPT",
@@ -14,6 +14,7 @@ __all__ = [
     "Embedding",
     "GPTConfig",
     "Head",
+    "Layer",
     "LayerNorm",
     "Linear",
     "Module",
