@@ -12,10 +12,12 @@ from rich.table import Table
 import minipar
 from minipar.bench import collectives, links
 from minipar.bench.data_parallel import bench_data_parallel
+from minipar.bench.pipeline import bench_pipeline
 from minipar.bench.step import bench_step
 from minipar.collectives import ALGORITHMS, COMBINE
 from minipar.errors import MiniparError, ShapeError
 from minipar.launch import available_cores, launched_rank, launched_ranks
+from minipar.nn import GPTConfig
 from minipar.trace.perfetto import check_writable, write_atomically
 
 HEADINGS = (
@@ -55,10 +57,10 @@ def add_options(bench):
     bench.add_argument(
         "what",
         nargs="?",
-        choices=["step", "dp", "copy", "p2p", *ALGORITHMS],
+        choices=["step", "dp", "pp", "copy", "p2p", *ALGORITHMS],
         metavar="WHAT",
-        help="step: the training step of one rank; dp: that of data-parallel ranks; copy: the memory; p2p: messages "
-        "between two ranks; or a "
+        help="step: the training step of one rank; dp: that of data-parallel ranks; pp: that of a "
+        "pipeline; copy: the memory; p2p: messages between two ranks; or a "
         f"collective: {', '.join(ALGORITHMS)}",
     )
     bench.add_argument("--algorithms", metavar="A,B", help="those to compare (default: all that can run here)")
@@ -69,7 +71,7 @@ def add_options(bench):
     bench.add_argument("--redop", default="sum", choices=list(COMBINE))
     bench.add_argument("--ranks", type=positive, help="thread ranks (default 2); under mpirun, what mpirun started")
     bench.add_argument("--check-headers", action="store_true", help="leave on what compares the ranks' calls")
-    bench.add_argument("--against", choices=["torch", "gloo"], help="step, dp: PyTorch; all_reduce: its gloo")
+    bench.add_argument("--against", choices=["torch", "gloo"], help="step, dp, pp: PyTorch; all_reduce: its gloo")
     bench.add_argument("--rounds", type=positive, default=11, help="measured rounds (default %(default)s)")
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE; - is standard output")
     bench.add_argument("--plot", metavar="FILE", help="draw busbw over size to FILE.png and FILE.svg")
@@ -80,7 +82,7 @@ def run(args):
     """Do what the options say; a MiniparError is the caller's to tell."""
     if (args.what is None) == (args.tune is None):
         refuse("name either what to measure, or a table to --tune: python -m minipar bench --help")
-    if args.what not in {"torch": ("step", "dp"), "gloo": ("all_reduce",)}.get(args.against, (args.what,)):
+    if args.what not in {"torch": ("step", "dp", "pp"), "gloo": ("all_reduce",)}.get(args.against, (args.what,)):
         refuse(f"--against {args.against} is not for {args.what or '--tune'}.")
     if args.plot and args.what not in ALGORITHMS:
         refuse("--plot is for collectives.")
@@ -127,7 +129,7 @@ def measure(world, args):
     else:
         begin = args.begin or (8 if args.what == "p2p" else 1024)
         sizes = collectives.sizes_between(begin, args.end, args.factor)
-        kind = {"copy": copy, "p2p": p2p, "dp": data_parallel}.get(args.what, collective)
+        kind = {"copy": copy, "p2p": p2p, "dp": data_parallel, "pp": pipeline}.get(args.what, collective)
         result = kind(world, args, sizes, out)
     if world.size > cores:
         out.print(f"{world.size} ranks take turns on {cores} cores: the times hold waiting for a core.")
@@ -218,28 +220,14 @@ def p2p(world, args, sizes, out):
 
 
 def data_parallel(world, args, sizes, out):
-    with out.status("measuring") as status:
-        result = bench_data_parallel(
-            world, args.against, args.rounds, advance=lambda text: status.update(f"measuring, {text}")
-        )
-    out.print(
-        "One training step, batch 8 on every rank: GPT of width 256, 4 layers, 8 heads, context 128, vocabulary 256;\n"
-        f"AdamW, float32, one thread a rank. Medians of {args.rounds} rounds, the slowest rank's, all sides in turn."
-    )
-    table = Table()
-    for heading in ("", "ms a step"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    names = {
+    sides = {
         "dp": "DataParallel",
         "one_bucket": "DataParallel with one bucket: no overlap",
         "limit": "limit: the same ranks, unconnected",
         "one_rank": "one rank, the others wait",
         "torch": "PyTorch DistributedDataParallel, gloo",
     }
-    for name, text in names.items():
-        if f"{name}_ms" in result:
-            table.add_row(text, f"{result[f'{name}_ms']:.1f}")
-    out.print(table)
+    result = training_steps(bench_data_parallel, world, args, out, "batch 8 on every rank", sides)
     out.print(
         f"{result['over_limit']:.3f} of the limit; exposed communication {result['exposed']:.1%} of the step "
         f"({result['exposed_one_bucket']:.1%} without overlap);\n"
@@ -248,6 +236,45 @@ def data_parallel(world, args, sizes, out):
     )
     if args.against:
         out.print(f"minipar / PyTorch: {result['ratio']:.2f}")
+    return result
+
+
+def pipeline(world, args, sizes, out):
+    if world.size > GPTConfig().layers + 2:
+        raise ShapeError(f"bench pp has {GPTConfig().layers + 2} layers: not enough for {world.size} ranks.")
+    sides = {
+        "pipeline": f"1F1B on {world.size} stages",
+        "limit": "limit: the same stages, unconnected, and the bubble",
+        "unconnected": "the same stages, unconnected",
+        "one_rank": "one rank, the whole batch, the others wait",
+        "one_rank_micro": "one rank, in micro-batches",
+        "torch": "PyTorch torch.distributed.pipelining, 1F1B, gloo",
+    }
+    result = training_steps(bench_pipeline, world, args, out, "batch 8 in 8 micro-batches", sides)
+    out.print(
+        f"{result['of_limit']:.3f} of the limit's speed, whose bubble is {result['bubble']:.1%} of the ideal time; "
+        f"{result['speedup']:.2f} times as fast as one rank."
+    )
+    if args.against:
+        out.print(f"minipar / PyTorch, time: {result['ratio']:.2f}")
+    return result
+
+
+def training_steps(bench, world, args, out, batch, sides):
+    """Measure, and show a table of the `sides`, {key: what it is}."""
+    with out.status("measuring") as status:
+        result = bench(world, args.against, args.rounds, advance=lambda text: status.update(f"measuring, {text}"))
+    out.print(
+        f"One training step, {batch}: GPT of width 256, 4 layers, 8 heads, context 128, vocabulary 256;\n"
+        f"AdamW, float32, one thread a rank. Medians of {args.rounds} rounds, the slowest rank's, all sides in turn."
+    )
+    table = Table()
+    for heading in ("", "ms a step"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, text in sides.items():
+        if f"{name}_ms" in result:
+            table.add_row(text, f"{result[f'{name}_ms']:.1f}")
+    out.print(table)
     return result
 
 

@@ -56,3 +56,49 @@ def torch_step(config, tokens, targets, parallel=False):
         optimizer.step()
 
     return run
+
+
+class TorchStage(nn.Module):
+    """The part of a TorchGPT from block `first` to `last`; the head has a weight of its own."""
+
+    def __init__(self, model, config, first, last):
+        super().__init__()
+        self.start, self.end = first == 0, last == config.layers
+        self.blocks = model.blocks[first:last]
+        if self.start:
+            self.wte, self.wpe = model.wte, model.wpe
+        if self.end:
+            self.ln_f, self.head = model.ln_f, nn.Linear(config.width, config.vocab_size, bias=False)
+
+    def forward(self, x):
+        if self.start:
+            x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln_f(x)) if self.end else x
+
+
+def torch_pipeline_step(config, tokens, targets, microbatches):
+    """A function that does one training step of torch.distributed.pipelining's 1F1B with AdamW on one thread a rank."""
+    from torch.distributed import get_rank, get_world_size
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank, size = get_rank(), get_world_size()
+    cuts = [config.layers * r // size for r in range(size + 1)]
+    model = TorchStage(TorchGPT(config), config, cuts[rank], cuts[rank + 1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens, targets = torch.tensor(tokens), torch.tensor(targets)
+    loss = lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # noqa: E731
+    schedule = Schedule1F1B(PipelineStage(model, rank, size, torch.device("cpu")), microbatches, loss)
+
+    def run():
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=targets) if rank == size - 1 else schedule.step()
+        optimizer.step()
+
+    return run

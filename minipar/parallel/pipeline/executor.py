@@ -154,12 +154,11 @@ class Pipeline(Module):
             elsewhere = set(self.schedule.needs(action)) - mine
             raise ScheduleError(f"rank {self.comm.rank}: {self.schedule.why_not(action, done | elsewhere)}")
 
-    def _begin(self, x, targets):
-        """Everybody learns what the micro-batches are: from the ranks of stage 0, which have them."""
+    def _plan(self, x, targets):
+        """What the micro-batches of this step are: the ranks of stage 0 have them, and tell the others."""
         m = self.schedule.microbatches
-        plan = np.zeros(
-            3 + 2 * DESCRIPTION + m, np.int64
-        )  # first sample, all samples, all targets; shapes; targets each
+        # This rank's first sample, all samples, all targets; shape of x, of targets; the targets of each micro-batch.
+        plan = np.zeros(3 + 2 * DESCRIPTION + m, np.int64)
         if 0 in self.stages:
             if len(x) < m or len(targets) != len(x):
                 raise ShapeError(f"{len(x)} samples with {len(targets)} targets cannot be cut into {m} micro-batches.")
@@ -168,7 +167,10 @@ class Pipeline(Module):
             table = all_gather(np.array([[len(x), counts.sum()]]), self.dp, sizes=[1] * self.dp.size)
             plan[:3] = table[: self.dp.rank, 0].sum(), table[:, 0].sum(), table[:, 1].sum()
             plan[3:] = np.concatenate([describe(x), describe(targets), counts])
-        broadcast(plan, self.comm, self.schedule.rank_of[0], out=plan, operation="broadcast plan of the step")
+        return broadcast(plan, self.comm, self.schedule.rank_of[0], operation="broadcast plan of the step")
+
+    def _begin(self, x, targets):
+        plan, m = self._plan(x, targets), self.schedule.microbatches
         first, self.samples, self.labelled = map(int, plan[:3])
         (shape, dtype), label = described(plan[3:]), described(plan[3 + DESCRIPTION :])
         self.sizes = [shape[0] // m + (k < shape[0] % m) for k in range(m)]
