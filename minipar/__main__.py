@@ -1,4 +1,4 @@
-"""`python -m minipar VERB`: bench, doctor, lessons."""
+"""`python -m minipar VERB`: bench, timeline, doctor, lessons."""
 
 import argparse
 import ast
@@ -16,7 +16,7 @@ from rich.table import Table
 
 import minipar
 from minipar import arrays
-from minipar.bench import cli
+from minipar.bench import cli, timeline
 from minipar.errors import DeviceError, MiniparError
 from minipar.launch import available_cores, blas_limit, mpirun_path
 
@@ -26,11 +26,15 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m minipar", description="minipar: distributed training, readable")
     verbs = parser.add_subparsers(dest="verb", required=True)
     cli.add_options(verbs.add_parser("bench", help="measure", description=cli.__doc__))
+    raw = argparse.RawDescriptionHelpFormatter
+    timeline.add_options(
+        verbs.add_parser("timeline", help="draw a schedule", description=timeline.__doc__, formatter_class=raw)
+    )
     verbs.add_parser("doctor", help="what is installed, and does it fit together")
     verbs.add_parser("lessons", help="the lessons that there are")
     args = parser.parse_args(argv)
     try:
-        {"bench": cli.run, "doctor": run_doctor, "lessons": run_lessons}[args.verb](args)
+        {"bench": cli.run, "timeline": timeline.run, "doctor": run_doctor, "lessons": run_lessons}[args.verb](args)
     except MiniparError as error:
         sys.exit(f"minipar: {error}")
 

@@ -3,6 +3,7 @@
 from minipar.parallel.compression import Half, OneBitAdam, OneBitSign, PowerSGD, TopK
 from minipar.parallel.data import DataParallel, joined
 from minipar.parallel.mesh import DeviceMesh
+from minipar.parallel.pipeline import Pipeline
 from minipar.parallel.shard import clip_grad_norm, full_state, load_full_state
 from minipar.parallel.tensor import tensor_parallel
 from minipar.parallel.verify import Equivalence, equivalent, replicas_equal
@@ -15,6 +16,7 @@ __all__ = [
     "Half",
     "OneBitAdam",
     "OneBitSign",
+    "Pipeline",
     "PowerSGD",
     "TopK",
     "ZeRO",

@@ -36,13 +36,14 @@ STYLE = {
 }
 
 
-def figure(draw, path, size=(16, 6.5)):
-    """Make a Figure of `size` inches, let `draw(figure)` fill it, write path.png and path.svg; returns both paths."""
+def figure(draw, path, size=(16, 6.5), kinds=("png", "svg")):
+    """Make a Figure of `size` inches, let `draw(figure)` fill it, write path.png and path.svg; returns the paths."""
     with matplotlib.rc_context(STYLE):
         picture = Figure(size, layout="constrained")
         draw(picture)
         paths = []
-        for kind, options in (("png", {"dpi": 110}), ("svg", {"metadata": {"Date": None}})):
+        for kind in kinds:
+            options = {"dpi": 110} if kind == "png" else {"metadata": {"Date": None}}
             data = io.BytesIO()
             picture.savefig(data, format=kind, **options)
             paths.append(Path(f"{path}.{kind}"))

@@ -13,6 +13,8 @@ they hold meanwhile. All schedules below that update the weights once a step com
 """
 
 import itertools
+import os
+import runpy
 from collections import namedtuple
 from functools import cached_property
 
@@ -307,3 +309,29 @@ SCHEDULES = {
     "dualpipe-v": dualpipe_v,
     "pipedream": pipedream,
 }
+
+
+def make(name, p, m, v=None):
+    """The schedule `name` of SCHEDULES, or of a FILE.py that defines schedule(p, m), for p ranks and m micro-batches.
+
+    schedule(p, m) returns for each rank a list of Actions or of their texts: [["0F0", "0B0"], ["1F0", "1B0"]]. v: stages
+    a rank, for interleaved alone. Raises ScheduleError for anything else.
+    """
+    if p < 1 or m < 1 or (v is not None and v < 1):
+        raise ScheduleError(f"p={p}, m={m}{'' if v is None else f', v={v}'}: each must be at least 1.")
+    if v is not None and name != "interleaved":
+        raise ScheduleError(f"v={v} is for interleaved alone, not for {name}.")
+    if name in SCHEDULES:
+        return SCHEDULES[name](p, m) if v is None else interleaved(p, m, v)
+    if not name.endswith(".py"):
+        raise ScheduleError(f"there is no schedule {name!r}: {', '.join(SCHEDULES)}, or a FILE.py.")
+    try:
+        function = runpy.run_path(name)["schedule"]
+    except OSError as error:
+        raise ScheduleError(f"{name} cannot be read: {error.strerror}.") from error
+    except (KeyError, SyntaxError) as error:
+        raise ScheduleError(f"{name} must define a function schedule(p, m): {error}.") from error
+    ranks = function(p, m)
+    if not isinstance(ranks, (list, tuple)) or not all(isinstance(actions, (list, tuple)) for actions in ranks):
+        raise ScheduleError(f"schedule({p}, {m}) of {name} must return a list of a list of actions for each rank.")
+    return Schedule(os.path.basename(name), ranks)
