@@ -76,8 +76,8 @@ def run(args):
         console.print(f"{head}; length {simulation.makespan:g}", soft_wrap=True)
         console.print(render_blocks(timeline, console.width, UNIT))
         console.print(
-            f"\nbubble: {bubble.ratio_to_ideal:.1%} of the ideal time   {bubble.share_of_makespan:.1%} of the whole time   "
-            f"{bubble.internal_share:.1%} between a rank's first and last action\n"
+            f"\nbubble: {bubble.ratio_to_ideal:.1%} of the ideal time   {bubble.share_of_makespan:.1%} of the whole "
+            f"time   {bubble.internal_share:.1%} between a rank's first and last action\n"
             f"micro-batches held at most, by stage: {', '.join(map(str, peaks.values()))}", soft_wrap=True
         )  # fmt: skip
     if args.o:
@@ -89,12 +89,8 @@ def run(args):
             handles = draw_blocks(axes, timeline, title, unit=UNIT, label="time (units of cost)")
             picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
-        figure.figure(
-            paint,
-            Path(args.o).with_suffix(""),
-            size=(16, 1.6 + 0.7 * len(schedule.ranks)),
-            kinds=[Path(args.o).suffix[1:]],
-        )
+        path, size = Path(args.o), (16, 1.6 + 0.7 * len(schedule.ranks))
+        figure.figure(paint, path.with_suffix(""), size=size, kinds=[path.suffix[1:]])
     if args.perfetto:
         perfetto.write(timeline, args.perfetto)
     if args.json:

@@ -10,12 +10,15 @@ from minipar.arrays import array_module
 from minipar.autograd import functional as F
 from minipar.errors import ShapeError
 from minipar.nn.layers import MLP, CausalSelfAttention, Dropout, Embedding, LayerNorm
-from minipar.nn.module import Layer, Module
+from minipar.nn.module import Layer, Module, Parameter
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. `context` is the longest sequence, in tokens; `seed` determines the initial weights."""
+    """Sizes of a GPT. `context` is the longest sequence, in tokens; `seed` determines the initial weights.
+
+    tied: whether the head's weight is the token embedding's.
+    """
 
     vocab_size: int = 256
     context: int = 128
@@ -25,6 +28,7 @@ class GPTConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     seed: int = 0
+    tied: bool = True
 
     def __post_init__(self):
         if self.width % self.heads:
@@ -58,7 +62,7 @@ class Block(Module):
 
 
 class Head(Module):
-    """Scores of every vocabulary entry: x @ weight^T with the token embedding's own weight (vocabulary, width)."""
+    """Scores of every vocabulary entry: x @ weight^T with weight (vocabulary, width), the token embedding's or another."""
 
     def __init__(self, weight):
         self.weight = weight
@@ -80,7 +84,7 @@ class GPT(Module):
         self.drop = Dropout(config.dropout)
         self.blocks = [Block(config) for _ in range(config.layers)]
         self.ln_f = LayerNorm(config.width, config.dtype)
-        self.head = Head(self.wte.weight)
+        self.head = Head(self.wte.weight if config.tied else Parameter(np.zeros_like(self.wte.weight.data)))
         self.assign_names()
         self._initialise()
 

@@ -37,11 +37,12 @@ def draw_blocks(axes, timeline, title, end=None, unit=1.0, label="time"):
     end = (end or timeline.end) / unit or 1.0
     used = {}
     width = axes.get_figure().get_size_inches()[0] * axes.get_position().width * 72  # points
-    for rank, start, stop, kind, chunk, _, microbatch in blocks(timeline):
+    for rank, start, stop, kind, chunk, letter, microbatch in blocks(timeline):
         start, stop, pale = start / unit, stop / unit, 0.45 * min(chunk, 1)
         colour = tuple(pale + (1 - pale) * c for c in to_rgb(COLOURS[kind]))
         axes.broken_barh([(start, stop - start)], (rank - 0.45, 0.9), facecolors=[colour], edgecolor="white", lw=0.6)
-        used.setdefault(kind, Patch(color=COLOURS[kind], label=NAMES.get(kind, kind)))
+        name = "input gradient" if letter == "I" else NAMES.get(kind, kind)
+        used.setdefault(kind, Patch(color=COLOURS[kind], label=name))
         room = (stop - start) / end * width
         if room > 5.5 * len(microbatch) and start < end:
             dark = chunk or kind == "weight_gradient"

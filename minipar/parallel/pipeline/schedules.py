@@ -314,8 +314,8 @@ SCHEDULES = {
 def make(name, p, m, v=None):
     """The schedule `name` of SCHEDULES, or of a FILE.py that defines schedule(p, m), for p ranks and m micro-batches.
 
-    schedule(p, m) returns for each rank a list of Actions or of their texts: [["0F0", "0B0"], ["1F0", "1B0"]]. v: stages
-    a rank, for interleaved alone. Raises ScheduleError for anything else.
+    schedule(p, m) returns for each rank a list of Actions or of their texts: [["0F0", "0B0"], ["1F0", "1B0"]]. v:
+    stages a rank, for interleaved alone. Raises ScheduleError for anything else.
     """
     if p < 1 or m < 1 or (v is not None and v < 1):
         raise ScheduleError(f"p={p}, m={m}{'' if v is None else f', v={v}'}: each must be at least 1.")
