@@ -62,7 +62,7 @@ class Block(Module):
 
 
 class Head(Module):
-    """Scores of every vocabulary entry: x @ weight^T with weight (vocabulary, width), the token embedding's or another."""
+    """Scores of every vocabulary entry: x @ weight^T with weight (vocabulary, width), the embedding's or another."""
 
     def __init__(self, weight):
         self.weight = weight

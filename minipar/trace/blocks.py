@@ -8,13 +8,14 @@ import re
 from rich.text import Text
 
 from minipar.trace.terminal import LETTERS
+from minipar.trace.timeline import INNER
 
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)$")
 
 
 def blocks(timeline):
     """(rank, start, end, kind, chunk, letter, micro-batch) of each action; chunk: the how manieth stage of its rank."""
-    found = [(s, ACTION.match(s.name)) for s in timeline.spans]
+    found = [(s, ACTION.match(s.name)) for s in timeline.spans if s.kind not in INNER]  # a message has the same name
     found = [(s, match) for s, match in found if match]
     stages = {}
     for s, match in found:
