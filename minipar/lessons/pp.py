@@ -377,6 +377,8 @@ def draw(report, runs, sweep, p, m, pace):
     shown = {name: run for name, run in runs.items() if name in SHOWN or name == report.args.schedule}
     end = max(run[1].end for name, run in shown.items() if name != "naive") if len(shown) > 1 else None
 
+    last = list(shown)[-1]
+
     def paint(picture):
         panels, handles = picture.subplots(len(shown), 2, width_ratios=[4, 1], squeeze=False), {}
         for (left, right), (name, (schedule, timeline, measured, simulation)) in zip(
@@ -386,7 +388,9 @@ def draw(report, runs, sweep, p, m, pace):
             said = "" if known is None else f"formula {known / (1 + known):.1%}, "
             title = f"{schedule.name}: bubble {said}simulated {simulation.bubble.share_of_makespan:.1%}, "
             title += f"measured {measured.share_of_makespan:.1%}"
-            drawn = draw_blocks(left, timeline, title, end, 1e-3, "" if name != list(shown)[-1] else "time (ms)")
+            drawn = draw_blocks(left, timeline, title, end, 1e-3, "time (ms)" if name == last else "")
+            for axes in (left, right):
+                axes.tick_params(labelbottom=name == last)
             handles |= {handle.get_label(): handle for handle in drawn}
             draw_memory(right, schedule, timeline, end or timeline.end)
         panels[0, 1].set_title("micro-batches held")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import minipar
-from minipar.errors import DeviceError, LaunchError, ShapeError
+from minipar.errors import DeviceError, LaunchError, ScheduleError, ShapeError
 from minipar.launch import available_cores, blas_threads
 from minipar.trace import perfetto, terminal
 
@@ -56,7 +56,7 @@ def main(lesson, options):
             if world.rank == 0:
                 _check_outputs(args)
             lesson(world, args)
-        except (ShapeError, DeviceError) as error:
+        except (ShapeError, DeviceError, ScheduleError) as error:
             raise SystemExit(f"minipar: {error}") from error
 
     try:

@@ -36,19 +36,22 @@ def draw_blocks(axes, timeline, title, end=None, unit=1.0, label="time"):
     from minipar.trace.figure import COLOURS, NAMES
 
     end = (end or timeline.end) / unit or 1.0
-    used = {}
+    used, bars = {}, {}
     width = axes.get_figure().get_size_inches()[0] * axes.get_position().width * 72  # points
     for rank, start, stop, kind, chunk, letter, microbatch in blocks(timeline):
         start, stop, pale = start / unit, stop / unit, 0.45 * min(chunk, 1)
         colour = tuple(pale + (1 - pale) * c for c in to_rgb(COLOURS[kind]))
-        axes.broken_barh([(start, stop - start)], (rank - 0.45, 0.9), facecolors=[colour], edgecolor="white", lw=0.6)
+        bars.setdefault((rank, colour), []).append((start, stop - start))
         name = "input gradient" if letter == "I" else NAMES.get(kind, kind)
         used.setdefault(kind, Patch(color=COLOURS[kind], label=name))
         room = (stop - start) / end * width
         if room > 5.5 * len(microbatch) and start < end:
             dark = chunk or kind == "weight_gradient"
-            axes.text((start + stop) / 2, rank, microbatch, ha="center", va="center", clip_on=True,
-                      fontsize=min(13, room / len(microbatch) * 1.3), color="black" if dark else "white")  # fmt: skip
+            style = {"fontsize": min(13, room / len(microbatch) * 1.3), "color": "black" if dark else "white"}
+            number = axes.text((start + stop) / 2, rank, microbatch, ha="center", va="center", clip_on=True, **style)
+            number.set_in_layout(False)  # hundreds of them, all inside the axes
+    for (rank, colour), spans in bars.items():
+        axes.broken_barh(spans, (rank - 0.45, 0.9), facecolors=[colour], edgecolor="white", lw=0.6)
     if timeline.end / unit > end * 1.0001:
         axes.text(end, -0.75, f"goes on to {timeline.end / unit:.0f} →", ha="right", va="bottom", fontsize=12)
     axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
