@@ -13,7 +13,9 @@ import minipar
 from minipar import arrays, nn, optim
 from minipar.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 from minipar.errors import DeviceError
-from minipar.parallel import DeviceMesh, equivalent, tensor_parallel
+from minipar.parallel import DeviceMesh, Pipeline, equivalent, tensor_parallel
+from minipar.parallel.pipeline import make
+from minipar.parallel.verify import relative_error
 
 ENGINE = Path(minipar.__file__).parent
 ON_DEVICE = ("autograd", "nn", "optim", "collectives", "parallel")
@@ -168,6 +170,28 @@ def test_tensor_parallel_training_on_device_arrays(ranks):
 
     result = minipar.run(main, ranks=ranks)[0]
     assert result.loss_relative_error < 1e-10 and result.gradient_relative_error < 1e-10 and result.replicated_equal
+
+
+@pytest.mark.parametrize(("schedule", "pp", "dp"), [("1f1b", 2, 2), ("zb-v", 2, 1), ("gpipe", 1, 1)])
+def test_pipelines_on_device_arrays(schedule, pp, dp):
+    config = nn.GPTConfig(vocab_size=11, context=6, width=12, layers=3, heads=3, dropout=0.2, dtype="float64")
+    tokens = np.random.default_rng(0).integers(11, size=(8, 7))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    whole = nn.GPT(config)
+    loss = whole.loss(x, y)
+    loss.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+
+    def main(world):
+        mesh = DeviceMesh(world, pp=pp, dp=dp)
+        pipeline = Pipeline(nn.GPT(config).to(pretend_cupy), mesh, make(schedule, pp, 4), recompute=pp == 1)
+        own = slice(8 // dp * mesh.coordinates["dp"], 8 // dp * (mesh.coordinates["dp"] + 1))
+        value = pipeline.forward_backward(x[own], y[own])
+        assert all(isinstance(p.grad, pretend_cupy.ndarray) for p in pipeline.parameters())
+        errors = [relative_error(p.grad, expected[name], 1e-6) for name, p in pipeline.named_parameters()]
+        return abs(value - float(loss.data)), max(errors)
+
+    assert np.max(minipar.run(main, ranks=pp * dp)) < 1e-10
 
 
 def test_cuda_works_or_says_why_not():
