@@ -187,7 +187,7 @@ class VocabParallelCrossEntropy(Function):
 
 
 class VocabParallelHead(Module):
-    """nn.Head with the vocabulary spread over the ranks, tied to a VocabParallelEmbedding's weight."""
+    """nn.Head with the vocabulary spread over the ranks; its weight is split as a VocabParallelEmbedding's."""
 
     def __init__(self, weight, comm):
         self.weight, self.comm = weight, comm
@@ -227,8 +227,11 @@ def tensor_parallel(model, mesh):
         _split_attention(block.attn, comm)
         block.mlp.fc = ColumnParallelLinear(block.mlp.fc, comm, "hidden units")
         block.mlp.proj = RowParallelLinear(block.mlp.proj, comm, "hidden units")
+    whole = model.wte.weight
     model.wte = VocabParallelEmbedding(model.wte, comm)
-    model.head = VocabParallelHead(model.wte.weight, comm)
+    tied = model.head.weight is whole
+    weight = model.wte.weight if tied else shard_parameter(model.head.weight, 0, comm, "vocabulary rows")
+    model.head = VocabParallelHead(weight, comm)
     model.assign_names()
     return model
 

@@ -85,10 +85,11 @@ class Pipeline(Module):
         self._share()
         self.optimizers = {}
         if schedule.asynchronous:
-            if optimizer is None or self.shared or self.dp.size > 1:
+            if optimizer is None or self.shared or self.dp.size > 1 or recompute:
                 raise ShapeError(
                     f"{schedule.name} updates weights within a step: it needs an optimizer, parameters that belong to "
-                    f"one stage alone (not so: {', '.join(self.shared) or 'none'}) and dp=1 (here {self.dp.size})."
+                    f"one stage alone (not so: {', '.join(self.shared) or 'none'}), dp=1 (here {self.dp.size}) and no "
+                    "recomputation, which would take the new weights."
                 )
             self.optimizers = {s: optimizer([p for _, p in self._trainable(s)]) for s in self.mine}
 
@@ -140,9 +141,9 @@ class Pipeline(Module):
             try:
                 self._do(action)
             except (CommunicationTimeout, DeadlockError) as error:
-                missing = self.schedule.source(action)
-                known = {a for a in self.schedule.needs(action) if a != missing}
-                raise type(error)(f"{self.schedule.why_not(action, known)} {error}") from error
+                known = set(self.schedule.needs(action)) - {self.schedule.source(action)}
+                error.args = (f"{error} Rank {self.comm.rank}: {self.schedule.why_not(action, known)}",)
+                raise
             done.add(action)
         self.mail.end()
         return self._finish()
@@ -176,11 +177,11 @@ class Pipeline(Module):
         self.sizes = [shape[0] // m + (k < shape[0] % m) for k in range(m)]
         self.first = [first + sum(self.sizes[:k]) for k in range(m)]
         self.counts = plan[3 + 2 * DESCRIPTION :]
-        self.label = [((n, *label[0][1:]), label[1]) for n in self.sizes]
-        self.mail.begin([(n, *shape[1:], str(dtype)) for n in self.sizes])
+        labels = [((n, *label[0][1:]), label[1]) for n in self.sizes]
+        self.mail.begin([(n, *shape[1:], str(dtype)) for n in self.sizes], labels)
         self.held, self.waiting, self.peak, self.losses, self.handles = {}, {}, dict.fromkeys(self.mine, 0), {}, []
         # What is there already is everybody's sum, and must not be added up again.
-        self.earlier = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        self.earlier = [(p, p.grad.copy()) for p in self.parameters() if p.grad is not None]
         for parameter, _ in self.earlier:
             parameter.grad = None
         self.place = 0
@@ -215,7 +216,7 @@ class Pipeline(Module):
             data = self.mail.take(action)
         targets = None
         if stage == last:
-            own = self.targets[k] if 0 in self.stages else self.mail.take_labels(*self.label[k], k)
+            own = self.targets[k] if 0 in self.stages else self.mail.take_labels(k)
             targets = self.xp.asarray(own)
         x = data if stage == 0 else Tensor(data, requires_grad=is_floating(data.dtype))
         run = partial(self._run, stage, k, x, targets)

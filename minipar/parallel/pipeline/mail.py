@@ -5,9 +5,10 @@ from collections import deque
 import numpy as np
 
 from minipar.errors import ShapeError
+from minipar.parallel.pipeline.schedules import TAGS
 from minipar.parallel.pipeline.simulation import OPEN
 
-LABELS = 63  # the tag of the targets; stages share the others
+LABELS = TAGS  # the tag of the targets
 DESCRIPTION = 11  # int64 numbers: dimensions, up to 8 of them, the dtype's name in 16 bytes
 
 
@@ -29,25 +30,27 @@ def described(numbers):
 class Mail:
     """This rank's messages of one schedule. A message is named after the action that reads it.
 
-    Messages of one kind for one stage arrive in the order in which their sender comes to them; up to OPEN receives
-    wait there for each. The first micro-batch of a shape is preceded by the shape of its activations; sender and
+    Messages between two ranks with one tag arrive in the order in which their sender comes to them; up to OPEN receives
+    wait there for them. The first micro-batch of a shape is preceded by the shape of its activations; sender and
     receiver then both know it, in later steps too, and a gradient has the shape of its activations.
     """
 
     def __init__(self, schedule, comm, xp):
         self.schedule, self.comm, self.xp = schedule, comm, xp
         self.shapes = {}  # (stage, micro-batch's signature) -> (shape, dtype) of what the stage reads
-        mine = {id(line): line for reader, line in schedule.channels.items() if self._comes_from_afar(reader)}
-        self.lines = list(mine.values())
+        self.lines = [
+            line for (source, dest, _), line in schedule.channels.items() if source != dest and dest == comm.rank
+        ]
 
-    def _comes_from_afar(self, reader):
-        source = self.schedule.source(reader)
-        return self.comm.rank == self.schedule.rank_of[reader.stage] != self.schedule.rank_of[source.stage]
-
-    def begin(self, signatures):
-        """A step begins; signatures: for each micro-batch something that is the same if its shape and dtype are."""
+    def begin(self, signatures, label_shapes):
+        """A step begins. For each micro-batch, signatures: what is the same if its shape and dtype are the same;
+        label_shapes: (shape, dtype) of its targets.
+        """
         self.signatures, self.here, self.requests, self.sends = signatures, {}, {}, []
         self.to_come = [deque(line) for line in self.lines]
+        self.labels, self.label_shapes = {}, label_shapes
+        first = self.schedule.ranks[self.schedule.rank_of[0]]
+        self.labels_to_come = deque(a.microbatch for a in first if (a.kind, a.stage) == ("F", 0))
 
     def send(self, action, array):
         """Hand what `action` made to the action that reads it, on this rank or another."""
@@ -70,8 +73,8 @@ class Mail:
     def post(self):
         """Let receives wait for what comes next, as far as its shape is known; forget the sends that have ended."""
         self.sends = [request for request in self.sends if not request.done()]
-        for line in self.to_come:
-            waiting = sum(r.kind == line[0].kind and r.stage == line[0].stage for r in self.requests) if line else 0
+        for line, whole in zip(self.to_come, self.lines, strict=True):
+            waiting = sum(reader in self.requests for reader in whole)
             while line and waiting < OPEN and self._key(line[0]) in self.shapes:
                 self._receive(line.popleft())
                 waiting += 1
@@ -101,7 +104,7 @@ class Mail:
         return reader.stage + (reader.kind != "F"), self.signatures[reader.microbatch]
 
     def _tag(self, reader):
-        return (2 * reader.stage + (reader.kind != "F")) % LABELS
+        return self.schedule.channel(reader)[2]
 
     def _isend(self, array, dest, operation, tag):
         self.sends.append(self.comm.isend(array, dest, operation, tag))
@@ -115,7 +118,11 @@ class Mail:
         dest = self.schedule.rank_of[self.schedule.stages - 1]
         self._isend(np.ascontiguousarray(array), dest, f"targets of micro-batch {microbatch}", LABELS)
 
-    def take_labels(self, shape, dtype, microbatch):
-        targets = np.empty(shape, dtype)
-        self.comm.recv(targets, self.schedule.rank_of[0], f"targets of micro-batch {microbatch}", LABELS)
-        return targets
+    def take_labels(self, microbatch):
+        """The targets of a micro-batch, which arrive in the order in which stage 0 comes to them."""
+        while microbatch not in self.labels:
+            k = self.labels_to_come.popleft()
+            targets, source = np.empty(*self.label_shapes[k]), self.schedule.rank_of[0]
+            self.comm.recv(targets, source, f"targets of micro-batch {k}", LABELS)
+            self.labels[k] = targets
+        return self.labels.pop(microbatch)

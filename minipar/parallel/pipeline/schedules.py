@@ -30,6 +30,9 @@ KINDS = {  # in the notation of Qi et al. 2023, arXiv 2401.10241, B is the input
 }
 
 
+TAGS = 63  # tags of messages between stages; more stages than half of that share them
+
+
 class Action(namedtuple("Action", "kind stage microbatch", defaults=[None])):
     """One thing that a rank does. Prints as in PyTorch: 2F0 is stage 2, forward, micro-batch 0."""
 
@@ -110,14 +113,18 @@ class Schedule:
             return self.gradient(stage - 1, microbatch)
         return None
 
+    def channel(self, reader):
+        """(source rank, rank, tag) of the message that this action reads."""
+        tag = (2 * reader.stage + (reader.kind != "F")) % TAGS
+        return self.rank_of[self.source(reader).stage], self.rank_of[reader.stage], tag
+
     @cached_property
     def channels(self):
-        """reader -> the readers of all messages of the same kind to the same stage, in the order of sending."""
-        result, lists = {}, {}
+        """{(source rank, rank, tag): the readers of the messages between the two with this tag, as they are sent}."""
+        result = {}
         for actions in self.ranks:
             for reader in filter(None, map(self.reader, actions)):
-                result[reader] = lists.setdefault((reader.kind == "F", reader.stage), [])
-                result[reader].append(reader)
+                result.setdefault(self.channel(reader), []).append(reader)
         return result
 
     @cached_property

@@ -7,7 +7,7 @@ from minipar.errors import ScheduleError
 from minipar.parallel.pipeline.schedules import KINDS, Action
 from minipar.trace import Message, Span, Timeline
 
-OPEN = 3  # messages of one kind, for one stage, that a rank has room for before it uses them
+OPEN = 3  # messages from one rank with one tag that a rank has room for before it uses them
 SPAN_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight_gradient"}
 
 
@@ -56,12 +56,12 @@ def _check_complete(schedule):
 
 def _check_progress(schedule, blocking):
     """Run the schedule without times; ScheduleError when no rank can go on."""
-    channels = schedule.channels
     at, done, sending = [0] * len(schedule.ranks), set(), {}  # sending: rank -> the reader that its send waits for
 
     def ready_to_receive(action):
         """Whether there is room for what `action` reads: at most OPEN messages before it that nobody has used."""
-        earlier = channels[action][: channels[action].index(action)]
+        line = schedule.channels[schedule.channel(action)]
+        earlier = line[: line.index(action)]
         return sum(a not in done for a in earlier) < OPEN
 
     moved = True
