@@ -14,7 +14,7 @@ BUDGET = {  # files and folders of minipar/ : most code lines that they may have
     "launch": 260,
     "collectives": 720,
     "parallel": 1060,
-    "parallel/pipeline": 740,
+    "parallel/pipeline": 770,
     "training": 500,
     "trace": 490,
     "bench __main__.py": 1100,
@@ -24,7 +24,7 @@ BUDGET = {  # files and folders of minipar/ : most code lines that they may have
     "lessons/compress.py": 330,
     "lessons/zero.py": 300,
     "lessons/dp.py": 360,
-    "lessons/pp.py": 370,
+    "lessons/pp.py": 380,
 }
 
 

@@ -12,6 +12,7 @@ import minipar
 from minipar import nn
 from minipar.bench import collectives, links
 from minipar.bench.data_parallel import bench_data_parallel
+from minipar.bench.pipeline import bench_pipeline
 from minipar.collectives import ALGORITHMS, choice, ring
 from minipar.errors import ShapeError
 
@@ -214,3 +215,20 @@ def test_dp_on_the_command_line(tmp_path):
     assert json.loads((tmp_path / "a").read_text())["ranks"] == 2
     result = run("dp", "--against", "gloo")
     assert result.returncode and "--against gloo is not for dp" in result.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_steps_of_a_pipeline(ranks):
+    config = nn.GPTConfig(context=8, width=16, layers=2, heads=2)
+    results = minipar.run(lambda world: bench_pipeline(world, rounds=3, config=config), ranks)
+    for result in results:
+        times = [result[f"{name}_ms"] for name in ("pipeline", "limit", "unconnected", "one_rank", "one_rank_micro")]
+        assert min(times) > 0 and result["rounds"] == 3 and result["of_limit"] > 0
+        assert result["bubble"] == pytest.approx((ranks - 1) / 8)
+        assert result["limit_ms"] == pytest.approx(result["unconnected_ms"] * (1 + result["bubble"]))
+        assert result == results[0]
+
+
+def test_more_stages_than_layers_to_measure():
+    result = run("pp", "--ranks", 7)
+    assert result.returncode and "6 layers: not enough for 7 ranks" in result.stderr

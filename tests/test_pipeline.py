@@ -30,7 +30,7 @@ from minipar.autograd import Tensor
 from minipar.errors import DeadlockError, ScheduleError, ShapeError
 from minipar.optim import SGD
 from minipar.parallel import DeviceMesh
-from minipar.parallel.pipeline import Pipeline, Schedule, balance, executor, make, validate
+from minipar.parallel.pipeline import Pipeline, Schedule, balance, executor, make, measure, validate
 from minipar.parallel.verify import relative_error
 
 
@@ -572,3 +572,21 @@ def test_pipedream_says_what_it_needs():
         on_ranks(2, main, lambda: nn.GPT(TINY), optimizer=sgd)
     with pytest.raises(ShapeError, match=r"dp=1 \(here 2\)"):
         on_ranks(4, main, lambda: Chain(3), optimizer=sgd, dp=2)
+
+
+def test_measured_costs_cut_all_ranks_alike():
+    config = nn.GPTConfig(vocab_size=2000, context=16, width=32, layers=4, heads=2, dtype="float64")
+    x = np.zeros((4, 16), np.int64)
+
+    def main(world):
+        costs = measure(nn.GPT(config), x, x, world)
+        pipeline = Pipeline(nn.GPT(config), DeviceMesh(world, pp=2), make("1f1b", 2, 4), costs=costs)
+        return costs, pipeline.split, pipeline.forward_backward(x, x)
+
+    (costs, split, loss), other = minipar.run(main, 2)
+    assert other == (costs, split, loss) and len(costs) == 6 and min(costs) > 0
+    assert loss == pytest.approx(float(nn.GPT(config).loss(x, x).data), rel=1e-10)
+    uneven = Pipeline(nn.GPT(config), DeviceMesh(None), make("interleaved", 1, 1, 2), costs=[1, 1, 1, 1, 1, 9])
+    assert uneven.split == [range(5), range(5, 6)]
+    with pytest.raises(ShapeError, match="3 costs do not fit 6 layers"):
+        Pipeline(nn.GPT(config), DeviceMesh(None), make("gpipe", 1, 1), costs=[1, 1, 1])

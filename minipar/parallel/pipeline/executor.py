@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import time
 from contextlib import nullcontext
 from functools import partial
 
@@ -43,6 +44,28 @@ def balance(costs, stages):
     return list(solve(lambda cost: cost * cost if cost <= limit else np.inf, operator.add)[1])
 
 
+def measure(model, x, targets, comm, rounds=3):
+    """Seconds that each layer of `model` takes forward and backward on this batch, for Pipeline's `costs`.
+
+    All ranks of `comm` call it and get the same numbers, the mean of what they measure. The model is left without
+    gradients.
+    """
+    layers, seconds = model.layers(), []
+    for i, layer in enumerate(layers):
+        times = []
+        for _ in range(rounds):
+            before = time.perf_counter()
+            own = x if i == 0 else Tensor(x, requires_grad=is_floating(x.dtype))
+            y = layer.function(own, targets) if layer is layers[-1] else layer.function(own)
+            if y.requires_grad:
+                y.backward(array_module(y.data).ones_like(y.data))
+            times.append(time.perf_counter() - before)
+        x = y.data
+        seconds.append(min(times))
+    model.zero_grad()
+    return all_reduce(np.array(seconds), comm, "mean", operation="all_reduce layer times").tolist()
+
+
 class Pipeline(Module):
     """`model`, which says its `layers()`, cut into stages on the ranks of mesh["pp"]; equal to one process.
 
@@ -51,14 +74,15 @@ class Pipeline(Module):
         loss = pipeline.forward_backward(tokens, targets)
         optimizer.step()                                  # of pipeline.parameters(): those of this rank's stages
 
-    cuts: where stages end, as in [2, 5] for layers 0-1, 2-4 and the rest; by default the layers' costs are balanced.
+    cuts: where stages end, as in [2, 5] for layers 0-1, 2-4 and the rest; by default the layers' costs are balanced:
+    those that the layers state, or `costs`, one for each layer, as `measure` gives them.
     recompute: hold each micro-batch's input alone and repeat the forward before the backward (as GPipe does).
     optimizer: for schedules that update within a step: makes one from a list of parameters. check: validate the
     schedule. Raises ScheduleError, and ShapeError where ranks, layers and stages do not fit.
     `peak` says after a step how many micro-batches' activations each of this rank's stages held at most.
     """
 
-    def __init__(self, model, mesh, schedule, cuts=None, recompute=False, optimizer=None, check=True):
+    def __init__(self, model, mesh, schedule, cuts=None, costs=None, recompute=False, optimizer=None, check=True):
         self.model, self.schedule, self.comm, self.dp, self.recompute = (
             model,
             schedule,
@@ -71,7 +95,10 @@ class Pipeline(Module):
         if check:
             validate(schedule)
         layers = model.layers()
-        cuts = balance([layer.cost for layer in layers], schedule.stages) if cuts is None else [*cuts, len(layers)]
+        costs = [layer.cost for layer in layers] if costs is None else costs
+        if len(costs) != len(layers):
+            raise ShapeError(f"{len(costs)} costs do not fit {len(layers)} layers.")
+        cuts = balance(costs, schedule.stages) if cuts is None else [*cuts, len(layers)]
         edges = [0, *cuts]
         if len(cuts) != schedule.stages or any(b <= a for a, b in itertools.pairwise(edges)):
             raise ShapeError(f"cuts {cuts[:-1]} do not make {schedule.stages} stages of {len(layers)} layers.")
