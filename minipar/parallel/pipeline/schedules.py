@@ -279,18 +279,17 @@ def _v_shaped(name, ranks, m):
 
 
 def zb_v(p, m):
-    """ZB-V (Qi et al. 2024, arXiv 2405.15362): no bubble between a rank's first and last action if F = I = W.
+    """ZB-V (Qi et al. 2023, section 6): no bubble between a rank's first and last action if F = I = W.
 
     As much memory as 1F1B: two chunks of half the size, and each micro-batch comes back to where it began.
     """
     n = max(m, 2 * p - 1)
     ranks = []
     for r in range(p):
-        warm_up = 2 * (p - r) - 1 + r
-        steady = "F0 I0 W0 F1 I1 W1 " * max(0, n - warm_up)
-        tail = "I0 W0 F1 I1 W1 " * (warm_up - p)
+        warm_up = 2 * (p - r) - 1 + r  # forwards of the first chunk before its first backward
         start = "F0 " * (2 * (p - r) - 1) + "F1 F0 " * r + "F1 I1 W1 " * (p - r)
-        ranks.append(start + steady + tail + "I0 I1 " * r + "I0 W0 " * (p - r) + "W1 " * r + "W0 " * r)
+        steady = "F0 I0 W0 F1 I1 W1 " * (n - warm_up) + "I0 W0 F1 I1 W1 " * (warm_up - p)
+        ranks.append(start + steady + "I0 I1 " * r + "I0 W0 " * (p - r) + "W1 " * r + "W0 " * r)
     return _v_shaped("ZB-V", ranks, m)
 
 
