@@ -14,7 +14,7 @@ QUICK = [check for check in compression.CHECKS if check is not compression.check
 
 
 @pytest.mark.parametrize("check", QUICK, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])  # 1 to 4 ranks run under MPI
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])  # 1 to 4 ranks run under MPI
 def test_on_threads(check, ranks):
     minipar.run(check, ranks)
 

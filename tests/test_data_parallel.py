@@ -15,7 +15,7 @@ OTHERS = [check for check in data_parallel.CHECKS if check is not data_parallel.
 
 
 @pytest.mark.parametrize("check", OTHERS + LONG, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])  # 1 to 4 ranks run under MPI
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])  # 1 to 4 ranks run under MPI
 def test_on_threads(check, ranks):
     minipar.run(check, ranks)
 
