@@ -64,6 +64,7 @@ def test_files(tmp_path, monkeypatch, capsys):
         (["missing.py"], "cannot be read"),
         (["bad.py"], "must define a function schedule(p, m)"),
         (["list.py"], "must return a list"),
+        (["number.py"], "3 is no action"),
         (["stuck.py"], "0B0 waits for the activations of micro-batch 0 from stage 0"),
     ],
 )
@@ -71,5 +72,6 @@ def test_refusals(options, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text("x = 1\n")
     (tmp_path / "list.py").write_text("def schedule(p, m):\n    return 3\n")
+    (tmp_path / "number.py").write_text("def schedule(p, m):\n    return [[3]]\n")
     (tmp_path / "stuck.py").write_text("def schedule(p, m):\n    return [['0B0', '0F0']]\n")
     assert says in refused(capsys, *options)

@@ -44,11 +44,12 @@ class Action(namedtuple("Action", "kind stage microbatch", defaults=[None])):
     @classmethod
     def parse(cls, text):
         """The Action that prints as `text`; ScheduleError if none does."""
+        whole, text = text, text if isinstance(text, str) else ""
         stage = text[: len(text) - len(text.lstrip("0123456789"))]
         kind = text[len(stage) :].rstrip("0123456789")
         number = text[len(stage) + len(kind) :]
         if not stage or kind not in KINDS or (kind != "REDUCE_GRAD") != bool(number):
-            raise ScheduleError(f"{text!r} is no action: write stage, kind ({', '.join(KINDS)}), micro-batch, as 2F0.")
+            raise ScheduleError(f"{whole!r} is no action: write stage, kind ({', '.join(KINDS)}), micro-batch, as 2F0.")
         return cls(kind, int(stage), int(number) if number else None)
 
 
