@@ -56,7 +56,7 @@ def test_readme_names_its_commands():
 @pytest.mark.mpi
 @pytest.mark.parametrize("command", [c for c in commands(README) if not c.startswith("make test")])
 def test_readme_command(command, tmp_path):
-    """In a copy of the repository that has this environment as its .venv; lessons, but for make's, at their smallest."""
+    """In a copy of the repository with this environment as its .venv; lessons, but for make's, at their smallest."""
     if not (ROOT / ".venv" / "ready").exists() or not Path(sys.executable).with_name("mpirun").exists():
         pytest.skip("this is not the environment that make setup made")
     if (ROOT / "pyproject.toml").stat().st_mtime > (ROOT / ".venv" / "ready").stat().st_mtime:
